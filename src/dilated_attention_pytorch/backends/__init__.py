@@ -1,0 +1,1 @@
+"""Implementations of (q, k, v, layout) → (out, lse)."""

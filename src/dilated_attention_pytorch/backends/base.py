@@ -1,0 +1,54 @@
+"""What every backend is given.
+
+A backend is a module with a `name`, `can_run(request) → (ok, reason)` and either `attention` (differentiable as it is)
+or `forward` and `backward`. Tensors are (batch, seq, heads, head_dim), lse is (batch, heads, seq_q).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Extras(NamedTuple):
+    """What a call brings besides q, k, v and the layout.
+
+    Attributes:
+        scale: multiplier of the scores.
+        key_padding_mask: bool [batch, seq_k], True where the key is padding and nobody sees it.
+        document_ids: int [batch, seq_k], equal where tokens may see each other; queries are the last seq_q of them.
+        dropout_p, seed: share of weights dropped, and int64 [] for `backends.dropout`; seed is None without dropout.
+    """
+
+    scale: float
+    key_padding_mask: Tensor | None = None
+    document_ids: Tensor | None = None
+    dropout_p: float = 0.0
+    seed: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """A call as far as the choice of a backend depends on it."""
+
+    device: torch.device
+    dtype: torch.dtype
+    kind: str | None  # of the layout, after is_causal
+    square: bool  # seq_q == seq_k
+    grouped: bool  # fewer key heads than query heads
+    dropout: bool
+    masked: bool
+    return_lse: bool
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Softmax and sums run in float32, float64 inputs in float64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def aligned_queries(document_ids: Tensor, seq_q: int) -> Tensor:
+    """The ids of the queries: the last seq_q tokens of the keys."""
+    return document_ids[:, document_ids.shape[1] - seq_q :]

@@ -1,0 +1,404 @@
+"""Block-sparse attention in plain PyTorch, in memory linear in the sequence; the CPU backend, and right on any device.
+
+Work is cut into units: the query heads of one sample that share a list and a key head, over a range of query blocks.
+A row of blocks is cut into pieces of at most `PIECE` keys; pieces with the same number of full and partial blocks, of
+whatever rows of the unit, form a tile. A tile is one gather of whole key blocks and two batched BLAS products around
+one softmax; its result is merged into the rows' running (out, lse).
+
+Key blocks that are used often are first copied together, one key head at a time, so that gathers read whole blocks;
+those used once or twice are gathered from the tensor as it lies, with the heads innermost to share its cache lines.
+
+Shapes: a tile has `num` pieces of `width` key blocks; query rows are [num, M, D] with M = stacked heads · block_q.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..layout import BlockLayout
+from .base import Extras, Request, aligned_queries, compute_dtype
+from .dropout import keep_mask
+
+name = "blockwise"
+
+# Tuned on 2 CPU cores; benchmarks/results/cpu.json has what they give.
+PIECE = 1024  # keys in one piece of a row
+TILE_SCORES = 1 << 20  # scores in one tile: they should stay in the cache
+RANGE_COPIED = 1 << 21  # elements of the query rows of a unit where key heads come one after the other
+RANGE_DIRECT = 1 << 19  # and where they are innermost
+REUSE = 2  # uses of a key block above which copying it first pays
+
+
+def can_run(request: Request) -> tuple[bool, str]:
+    return True, "runs every layout, option, dtype and device"
+
+
+class Scratch:
+    """Named buffers that one call uses again and again: fresh memory costs page faults, more than the arithmetic."""
+
+    def __init__(self, like: Tensor) -> None:
+        self._like = like
+        self._buffers: dict[str, Tensor] = {}
+
+    def __call__(self, name: str, *shape: int) -> Tensor:
+        """An uninitialised buffer in the compute dtype; what had this name before is overwritten."""
+        size = math.prod(shape)
+        held = self._buffers.get(name)
+        if held is None or held.numel() < size:
+            held = self._buffers[name] = self._like.new_empty(size, dtype=compute_dtype(self._like.dtype))
+        return held[:size].view(shape)
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, extras: Extras) -> tuple[Tensor, Tensor]:
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=compute_dtype(q.dtype), device=q.device)
+    call = _Call(q, k, v, layout, extras)
+    for unit in call.units():
+        queries = call.load("queries", q, unit).mul_(extras.scale)
+        mixed = call.scratch("mixed", *queries.shape)
+        total = call.scratch("total", *queries.shape[:2])
+        for tile in call.tiles(unit):
+            scores = call.scores(queries, unit, tile)
+            top = scores.amax(-1)
+            weights = torch.softmax(scores, -1, out=scores)
+            # The largest weight is exp(top − lse): this is how lse comes out of a fused softmax.
+            part_lse = weights.amax(-1).log_().neg_().add_(top)
+            if tile.masked:
+                dead = top == -torch.inf
+                if dead.any():  # softmax made NaN of a row without keys
+                    part_lse.masked_fill_(dead, -torch.inf)
+                    weights.masked_fill_(dead[..., None], 0.0)
+            if extras.seed is not None:
+                weights.mul_(call.kept(unit, tile))
+            values = call.gather(unit.values, tile)
+            if tile.first and isinstance(tile.rows, slice):
+                torch.bmm(weights, values, out=mixed[tile.rows])
+                total[tile.rows] = part_lse
+                continue
+            part = torch.bmm(weights, values, out=call.scratch("part", *weights.shape[:2], values.shape[-1]))
+            if tile.first:
+                mixed[tile.rows], total[tile.rows] = part, part_lse
+            else:
+                _merge(mixed, total, tile.rows, part, part_lse)
+        empty = call.empty_rows(unit)
+        mixed[empty], total[empty] = 0.0, -torch.inf
+        call.store(out, unit, mixed)
+        call.store_lse(lse, unit, total)
+    return out, lse
+
+
+def backward(
+    do: Tensor,
+    dlse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    layout: BlockLayout,
+    extras: Extras,
+) -> tuple[Tensor, Tensor, Tensor]:
+    call = _Call(q, k, v, layout, extras)
+    new = torch.empty_like if call.copied else torch.zeros_like
+    dq = torch.empty_like(q, memory_format=torch.contiguous_format)
+    dk, dv = (new(x, memory_format=torch.contiguous_format) for x in (k, v))
+    for unit in call.units():
+        dkeys, dvalues = call.accumulator("dkeys", dk, unit), call.accumulator("dvalues", dv, unit)
+        queries = call.load("queries", q, unit).mul_(extras.scale)
+        grad = call.load("grad", do, unit)
+        dqueries = call.load("dqueries", out, unit)
+        delta = dqueries.mul_(grad).sum(-1) - call.load_lse("dlse", dlse, unit)
+        dqueries.zero_()
+        total = call.load_lse("total", lse, unit)
+        total.masked_fill_(total == -torch.inf, torch.inf)  # an empty row has no weight anywhere
+        for tile in call.tiles(unit):
+            scores = call.scores(queries, unit, tile)
+            weights = scores.sub_(total[tile.rows, :, None]).exp_()
+            tile_queries, tile_grad = queries[tile.rows], grad[tile.rows]
+            gathered = call.gather(unit.values, tile)
+            dweights = torch.bmm(tile_grad, gathered.mT, out=call.scratch("dweights", *weights.shape))
+            dropped = weights
+            if extras.seed is not None:
+                kept = call.kept(unit, tile)
+                dropped, dweights = weights * kept, dweights.mul_(kept)
+            # The gathered values have served; the gradients of the same blocks take their place.
+            _scatter_add(dvalues, tile, torch.bmm(dropped.mT, tile_grad, out=gathered))
+            dscores = dweights.sub_(delta[tile.rows, :, None]).mul_(weights)
+            _scatter_add(dkeys, tile, torch.bmm(dscores.mT, tile_queries, out=gathered))
+            gathered = call.gather(unit.keys, tile)
+            if tile.first and isinstance(tile.rows, slice):
+                torch.bmm(dscores, gathered, out=dqueries[tile.rows])
+            else:
+                dqueries[tile.rows] += torch.bmm(dscores, gathered, out=call.scratch("part", *tile_queries.shape))
+        call.store(dq, unit, dqueries.mul_(extras.scale))
+        if call.copied and unit.closes_key_head:
+            call.store_keys(dk, unit, dkeys)
+            call.store_keys(dv, unit, dvalues)
+    return dq, dk, dv
+
+
+def _merge(mixed: Tensor, total: Tensor, rows: Tensor | slice, part: Tensor, part_lse: Tensor) -> None:
+    """Exact merge of one more piece into the rows' (out, lse); −inf stands for nothing so far."""
+    old = total[rows]
+    share = torch.sigmoid(part_lse - old)  # exp(part) / (exp(part) + exp(old))
+    share.masked_fill_(part_lse == -torch.inf, 0.0)
+    mixed[rows] = torch.lerp(mixed[rows], part, share[..., None])
+    total[rows] = torch.logaddexp(old, part_lse)
+
+
+def _scatter_add(blocks: Tensor, tile: _Tile, grad: Tensor) -> None:
+    blocks.index_add_(0, tile.blocks.flatten(), grad.view(-1, *blocks.shape[1:]))
+
+
+@dataclass(frozen=True)
+class _Unit:
+    """Query heads that share a list and a key head, over a range of query blocks."""
+
+    sample: int
+    key_head: int
+    heads: slice
+    rows: range  # query blocks
+    tokens: slice  # the same in tokens
+    keys: Tensor  # [num_k_blocks, block_k, D]
+    values: Tensor
+    opens_key_head: bool
+    closes_key_head: bool
+
+
+@dataclass(frozen=True)
+class _Tile:
+    """Pieces of rows that are computed together."""
+
+    rows: Tensor | slice  # which rows of the unit
+    query_blocks: Tensor  # the same, as query blocks of the sequence
+    blocks: Tensor  # key blocks [num, width]
+    num_full: int  # of them, the first so many are full
+    rule_ids: Tensor | None  # [num, width − num_full]
+    first: bool  # no earlier piece of these rows
+    masked: bool  # some row may have no key at all
+
+
+class _Call:
+    """What all units of a call share."""
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, extras: Extras) -> None:
+        self.k, self.v, self.layout, self.extras = k, v, layout, extras
+        self.batch, _, self.num_heads, self.head_dim = q.shape
+        self.key_heads = k.shape[2]
+        self.device = q.device
+        self.scratch = Scratch(q)
+        group = self.num_heads // self.key_heads
+        # Query heads stacked into one tile: all of a key head, unless each has its own list.
+        self.stacked = 1 if layout.num_heads is not None and layout.num_heads > self.key_heads else group
+        self.edges = layout.by_query.offsets.cpu().long(), layout.by_query.splits.cpu().long()
+        uses = group // self.stacked * len(layout.by_query.indices) / (layout.num_lists * layout.num_k_blocks)
+        plain = k.dtype == compute_dtype(k.dtype) and layout.seq_k % layout.block_k == 0
+        self.copied = uses > REUSE or not plain
+
+    def units(self) -> Iterator[_Unit]:
+        for sample in range(self.batch):
+            if self.copied:
+                for key_head in range(self.key_heads):
+                    keys, values = (self._copy(n, x[sample, :, key_head]) for n, x in (("keys", self.k), ("values", self.v)))
+                    yield from self._of_key_head(sample, key_head, self._ranges(RANGE_COPIED), keys, values)
+            else:
+                for rows in self._ranges(RANGE_DIRECT):
+                    for key_head in range(self.key_heads):
+                        keys, values = (self._view(x, sample, key_head) for x in (self.k, self.v))
+                        yield from self._of_key_head(sample, key_head, [rows], keys, values)
+
+    def _ranges(self, elements: int) -> list[range]:
+        num, step = self.layout.num_q_blocks, max(1, elements // (self.stacked * self.layout.block_q * self.head_dim))
+        return [range(start, min(start + step, num)) for start in range(0, num, step)]
+
+    def _of_key_head(
+        self, sample: int, key_head: int, ranges: list[range], keys: Tensor, values: Tensor
+    ) -> Iterator[_Unit]:
+        layout, group = self.layout, self.num_heads // self.key_heads
+        firsts = range(key_head * group, (key_head + 1) * group, self.stacked)
+        for head in firsts:
+            for rows in ranges:
+                yield _Unit(
+                    sample=sample,
+                    key_head=key_head,
+                    heads=slice(head, head + self.stacked),
+                    rows=rows,
+                    tokens=slice(rows.start * layout.block_q, min(rows.stop * layout.block_q, layout.seq_q)),
+                    keys=keys,
+                    values=values,
+                    opens_key_head=head == firsts[0] and rows is ranges[0],
+                    closes_key_head=head == firsts[-1] and rows is ranges[-1],
+                )
+
+    def _view(self, x: Tensor, sample: int, key_head: int) -> Tensor:
+        """Keys or values of a head as blocks [num_k_blocks, block_k, D], as they lie."""
+        return x[sample, :, key_head].unflatten(0, (-1, self.layout.block_k))
+
+    def _copy(self, name: str, x: Tensor) -> Tensor:
+        """The same as contiguous blocks in the compute dtype, zeros behind the end; a view if x is that already."""
+        block = self.layout.block_k
+        if x.dtype == compute_dtype(x.dtype) and len(x) % block == 0 and x.is_contiguous():
+            return x.view(-1, block, x.shape[-1])
+        blocks = self.scratch(name, self.layout.num_k_blocks, 1, block, x.shape[-1])
+        _into_blocks(blocks, x[:, None])
+        return blocks[:, 0]
+
+    def accumulator(self, name: str, grad: Tensor, unit: _Unit) -> Tensor:
+        """Where the gradient of this unit's key blocks is summed."""
+        if not self.copied:
+            return self._view(grad, unit.sample, unit.key_head)
+        blocks = self.scratch(name, *unit.keys.shape)
+        return blocks.zero_() if unit.opens_key_head else blocks
+
+    def store_keys(self, x: Tensor, unit: _Unit, blocks: Tensor) -> None:
+        _from_blocks(x[unit.sample, :, unit.key_head, None], blocks[:, None])
+
+    def load(self, name: str, x: Tensor, unit: _Unit) -> Tensor:
+        """Rows of q, out or do as [rows, M, D], in the compute dtype."""
+        tiles = self.scratch(name, len(unit.rows), self.stacked, self.layout.block_q, x.shape[-1])
+        _into_blocks(tiles, x[unit.sample, unit.tokens, unit.heads])
+        return tiles.flatten(1, 2)
+
+    def store(self, x: Tensor, unit: _Unit, tiles: Tensor) -> None:
+        _from_blocks(x[unit.sample, unit.tokens, unit.heads], tiles.unflatten(1, (self.stacked, -1)))
+
+    def load_lse(self, name: str, x: Tensor, unit: _Unit) -> Tensor:
+        """Rows of a (batch, heads, seq_q) tensor as [rows, M]."""
+        tiles = self.scratch(name, len(unit.rows), self.stacked, self.layout.block_q, 1)
+        _into_blocks(tiles, x[unit.sample, unit.heads, unit.tokens].mT[..., None])
+        return tiles.flatten(1)
+
+    def store_lse(self, x: Tensor, unit: _Unit, tiles: Tensor) -> None:
+        rows = tiles.view(len(unit.rows), self.stacked, -1, 1)
+        _from_blocks(x[unit.sample, unit.heads, unit.tokens].mT[..., None], rows)
+
+    def _edges(self, unit: _Unit) -> tuple[Tensor, Tensor, Tensor]:
+        """Where the lists of the unit's rows start, turn from full to partial, and stop."""
+        layout, first = self.layout, 0
+        if layout.num_heads is not None:
+            first = unit.heads.start * layout.num_heads // self.num_heads
+        if layout.batch_size is not None:
+            first += unit.sample * (layout.num_heads or 1)
+        row = slice(first * layout.num_q_blocks + unit.rows.start, first * layout.num_q_blocks + unit.rows.stop)
+        offsets, splits = self.edges
+        return offsets[row], splits[row], offsets[1:][row]
+
+    def empty_rows(self, unit: _Unit) -> Tensor:
+        """The rows without any block: no tile speaks of them."""
+        start, _, stop = self._edges(unit)
+        return (start == stop).nonzero()[:, 0].to(self.device)
+
+    def tiles(self, unit: _Unit) -> Iterator[_Tile]:
+        """The pieces of the unit's rows, grouped by how many full and partial blocks they have."""
+        layout = self.layout
+        start, split, stop = self._edges(unit)
+        piece = max(1, PIECE // layout.block_k)
+        for begin in range(0, int((stop - start).max()), piece):
+            first = start + begin
+            width = (stop - first).clamp(0, piece)
+            full = torch.minimum((split - first).clamp(min=0), width)
+            shape = full * (piece + 1) + width
+            for value in torch.unique(shape[width > 0]).tolist():
+                num_full, num = divmod(value, piece + 1)
+                same = (shape == value).nonzero()[:, 0]
+                at_once = max(1, TILE_SCORES // (self.stacked * layout.block_q * num * layout.block_k))
+                for which in same.split(at_once):
+                    entries = (first[which][:, None] + torch.arange(num)).to(self.device)
+                    yield self._tile(unit, which, entries, num_full, is_first=begin == 0)
+
+    def _tile(self, unit: _Unit, which: Tensor, entries: Tensor, num_full: int, *, is_first: bool) -> _Tile:
+        lists = self.layout.by_query
+        rule_ids = None
+        if num_full < entries.shape[1]:
+            partial = entries[:, num_full:]
+            rule_ids = lists.rule_ids[partial] if lists.rule_ids.numel() else torch.zeros_like(partial)
+        consecutive = int(which[-1] - which[0]) == len(which) - 1
+        masks = (rule_ids, self.extras.key_padding_mask, self.extras.document_ids)
+        return _Tile(
+            rows=slice(int(which[0]), int(which[-1]) + 1) if consecutive else which.to(self.device),
+            query_blocks=(which + unit.rows.start).to(self.device),
+            blocks=lists.indices[entries],
+            num_full=num_full,
+            rule_ids=rule_ids,
+            first=is_first,
+            masked=any(mask is not None for mask in masks),
+        )
+
+    def gather(self, blocks: Tensor, tile: _Tile) -> Tensor:
+        """Key or value blocks of a tile, [num, width · block_k, D]; the one before is overwritten."""
+        picked = self.scratch("gathered", tile.blocks.numel(), *blocks.shape[1:])
+        torch.index_select(blocks, 0, tile.blocks.flatten(), out=picked)
+        return picked.view(len(tile.blocks), -1, blocks.shape[-1])
+
+    def scores(self, queries: Tensor, unit: _Unit, tile: _Tile) -> Tensor:
+        """Scaled scores [num, M, width · block_k], −inf where a pair is not allowed."""
+        layout, extras = self.layout, self.extras
+        num, width = tile.blocks.shape
+        keys = self.gather(unit.keys, tile)
+        scores = self.scratch("scores", num, queries.shape[1], keys.shape[1])
+        torch.bmm(queries[tile.rows], keys.mT, out=scores)
+        cells = scores.view(num, self.stacked, layout.block_q, width, layout.block_k)
+        if tile.rule_ids is not None:
+            partial = tile.blocks[:, tile.num_full :]
+            query_block = tile.query_blocks[:, None].expand_as(partial)
+            allowed = layout.token_mask(query_block.flatten(), partial.flatten(), tile.rule_ids.flatten())
+            allowed = allowed.view(num, 1, -1, layout.block_q, layout.block_k).transpose(2, 3)
+            cells[..., tile.num_full :, :].masked_fill_(~allowed, -torch.inf)
+        if extras.key_padding_mask is not None:
+            padded = self._of_keys(extras.key_padding_mask[unit.sample], tile)
+            if padded.any():
+                cells.masked_fill_(padded[:, None, None], -torch.inf)
+        if extras.document_ids is not None:
+            key_ids = self._of_keys(extras.document_ids[unit.sample], tile)
+            query_ids = aligned_queries(extras.document_ids, layout.seq_q)[unit.sample]
+            query_ids = query_ids[self._queries(tile).clamp(max=layout.seq_q - 1)]
+            cells.masked_fill_(query_ids[:, None, :, None, None] != key_ids[:, None, None], -torch.inf)
+        return scores
+
+    def _queries(self, tile: _Tile) -> Tensor:
+        """Query numbers [num, block_q]."""
+        return tile.query_blocks[:, None] * self.layout.block_q + torch.arange(self.layout.block_q, device=self.device)
+
+    def _keys(self, tile: _Tile) -> Tensor:
+        """Key numbers [num, width, block_k]."""
+        block = torch.arange(self.layout.block_k, device=self.device)
+        return tile.blocks[..., None].long() * self.layout.block_k + block
+
+    def _of_keys(self, x: Tensor, tile: _Tile) -> Tensor:
+        """A value for each key of a tile; keys behind the end, which a token rule hides, get the last one's."""
+        return x[self._keys(tile).clamp(max=self.layout.seq_k - 1)]
+
+    def kept(self, unit: _Unit, tile: _Tile) -> Tensor:
+        """Dropout's factor of every weight of a tile: 0 or 1 / (1 − p)."""
+        assert self.extras.seed is not None
+        heads = torch.arange(unit.heads.start, unit.heads.stop, device=self.device)
+        kept = keep_mask(
+            self.extras.seed,
+            self.extras.dropout_p,
+            (unit.sample * self.num_heads + heads)[None, :, None, None],
+            self._queries(tile)[:, None, :, None],
+            self._keys(tile).flatten(1)[:, None, None],
+        )
+        return kept.flatten(1, 2).to(self.scratch("part", 0).dtype).div_(1.0 - self.extras.dropout_p)
+
+
+def _into_blocks(blocks: Tensor, tokens: Tensor) -> None:
+    """Copy tokens [seq, heads, D] into blocks [n, heads, block, D]; zeros behind the end."""
+    whole, rest = divmod(len(tokens), blocks.shape[2])
+    blocks[:whole].copy_(tokens[: len(tokens) - rest].unflatten(0, (whole, blocks.shape[2])).transpose(1, 2))
+    if rest:
+        blocks[whole, :, :rest] = tokens[len(tokens) - rest :].transpose(0, 1)
+        blocks[whole, :, rest:] = 0
+
+
+def _from_blocks(tokens: Tensor, blocks: Tensor) -> None:
+    """The inverse of `_into_blocks`."""
+    whole, rest = divmod(len(tokens), blocks.shape[2])
+    tokens[: len(tokens) - rest].unflatten(0, (whole, blocks.shape[2])).copy_(blocks[:whole].transpose(1, 2))
+    if rest:
+        tokens[len(tokens) - rest :] = blocks[whole, :, :rest].transpose(0, 1)

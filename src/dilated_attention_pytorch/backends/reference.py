@@ -1,0 +1,56 @@
+"""The definition: dense masked softmax, in plain PyTorch, on any device, differentiated by autograd.
+
+In float64 this is the oracle that every other backend is compared with. It holds the whole matrix of scores.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..layout import BlockLayout
+from .base import Extras, Request, aligned_queries, compute_dtype
+from .dropout import keep_mask
+
+name = "reference"
+
+
+def can_run(request: Request) -> tuple[bool, str]:
+    return True, "runs everything, in memory quadratic in the sequence; chosen by name only"
+
+
+def allowed_pairs(layout: BlockLayout, heads: int, extras: Extras) -> Tensor:
+    """bool, broadcastable to [batch, heads, seq_q, seq_k]."""
+    allowed = layout.to_dense()
+    if layout.num_heads is not None:
+        allowed = allowed.repeat_interleave(heads // layout.num_heads, dim=-3)
+    allowed = allowed.reshape((1,) * (4 - allowed.ndim) + allowed.shape)
+    if extras.key_padding_mask is not None:
+        allowed = allowed & ~extras.key_padding_mask[:, None, None, :]
+    if extras.document_ids is not None:
+        queries = aligned_queries(extras.document_ids, layout.seq_q)
+        allowed = allowed & (queries[:, None, :, None] == extras.document_ids[:, None, None, :])
+    return allowed
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, extras: Extras) -> tuple[Tensor, Tensor]:
+    """One softmax over all allowed keys of a row (union: a key counts once). An empty row gives 0 and lse −inf."""
+    batch, seq_q, heads, _ = q.shape
+    dtype = compute_dtype(q.dtype)
+    k, v = (x.to(dtype).repeat_interleave(heads // x.shape[2], dim=2) for x in (k, v))
+    scores = torch.einsum("bqhd,bkhd->bhqk", q.to(dtype) * extras.scale, k)
+    scores = scores.masked_fill(~allowed_pairs(layout, heads, extras), -torch.inf)
+    top = scores.detach().amax(dim=-1, keepdim=True)
+    top = torch.where(top == -torch.inf, 0.0, top)
+    weights = torch.exp(scores - top)
+    total = weights.sum(dim=-1, keepdim=True)
+    empty = total == 0
+    total = torch.where(empty, 1.0, total)
+    lse = (top + total.log()).masked_fill(empty, -torch.inf).squeeze(-1)
+    weights = weights / total
+    if extras.seed is not None:
+        stream = torch.arange(batch * heads, device=q.device).view(batch, heads, 1, 1)
+        query, key = (torch.arange(n, device=q.device) for n in scores.shape[-2:])
+        kept = keep_mask(extras.seed, extras.dropout_p, stream, query[:, None], key)
+        weights = weights * kept / (1.0 - extras.dropout_p)
+    return torch.einsum("bhqk,bkhd->bqhd", weights, v).to(q.dtype), lse

@@ -1,0 +1,43 @@
+"""Layouts that leave nothing out: PyTorch's own `scaled_dot_product_attention` is the right kernel for them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from ..layout import BlockLayout
+from .base import Extras, Request
+
+name = "sdpa"
+
+
+def can_run(request: Request) -> tuple[bool, str]:
+    """Only where PyTorch's kernel is exact for the layout and never falls back to the quadratic one."""
+    refusals = {
+        "the layout is neither full nor causal": request.kind is None,
+        "a causal layout of unequal lengths is aligned at the end": request.kind == "causal" and not request.square,
+        "lse was asked for": request.return_lse,
+        "dropout is not reproducible there": request.dropout,
+        "key_padding_mask and document_ids need a dense mask there": request.masked,
+        "it repeats grouped key heads on a CPU": request.grouped and request.device.type == "cpu",
+        "it has no linear-memory kernel for float64 on this device": (
+            request.dtype == torch.float64 and request.device.type != "cpu"
+        ),
+    }
+    for reason, refused in refusals.items():
+        if refused:
+            return False, reason
+    return True, f"the layout is {request.kind}: nothing is sparse"
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, extras: Extras) -> Tensor:
+    out = scaled_dot_product_attention(
+        q.transpose(1, 2),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        is_causal=layout.kind == "causal",
+        scale=extras.scale,
+        enable_gqa=q.shape[2] != k.shape[2],
+    )
+    return out.transpose(1, 2)

@@ -1,0 +1,4 @@
+"""Historical import path."""
+
+from .nn import BlockSparseRingDilatedAttention as BlockSparseRingDilatedAttention
+from .patterns import SparsePatternConfig as SparsePatternConfig

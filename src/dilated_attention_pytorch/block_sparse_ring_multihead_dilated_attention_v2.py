@@ -1,0 +1,3 @@
+"""Historical import path."""
+
+from .nn import BlockSparseRingMultiheadDilatedAttentionV2 as BlockSparseRingMultiheadDilatedAttentionV2

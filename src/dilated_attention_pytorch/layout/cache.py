@@ -1,0 +1,25 @@
+"""The one cache of layouts: bounded, least recently used out first."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+
+from ..patterns import Pattern
+from .layout import BlockLayout
+
+CAPACITY = 100
+
+
+@lru_cache(maxsize=CAPACITY)
+def layout_for(
+    pattern: Pattern, seq_q: int, seq_k: int, block_size: int | tuple[int, int], device: torch.device
+) -> BlockLayout:
+    """`BlockLayout.from_pattern`, remembered."""
+    return BlockLayout.from_pattern(pattern, seq_q, seq_k, block_size=block_size, device=device)
+
+
+def clear_layout_cache() -> None:
+    """Forget every remembered layout and give its memory back."""
+    layout_for.cache_clear()

@@ -1,0 +1,89 @@
+"""The only definitions of pairs, FLOPs and bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import combinations
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from .rules import key_bounds
+
+if TYPE_CHECKING:
+    from .layout import BlockLayout
+
+# Partial blocks counted at a time.
+_CHUNK = 1 << 14
+
+
+def num_pairs(layout: BlockLayout) -> int:
+    """Allowed (query, key) pairs, over all lists of the layout, counted exactly."""
+    _, query_block, key_block, rule = layout.entries()
+    rows = (layout.seq_q - query_block.long() * layout.block_q).clamp(max=layout.block_q)
+    full = rule < 0
+    total = int(rows[full].sum()) * layout.block_k
+    partial = (~full).nonzero()[:, 0]
+    for chunk in partial.split(_CHUNK):
+        total += _partial_pairs(layout, query_block[chunk], key_block[chunk], rule[chunk])
+    return total
+
+
+def _partial_pairs(layout: BlockLayout, query_block: Tensor, key_block: Tensor, rule: Tensor) -> int:
+    """A query sees a union of intervals: count by inclusion and exclusion, in rows and never in pairs."""
+    query = query_block[:, None] * layout.block_q + torch.arange(layout.block_q, device=layout.device)
+    key = key_block[:, None] * layout.block_k
+    bounds = [
+        key_bounds(interval[:, None], query, layout.seq_q, layout.seq_k, layout.documents)
+        for interval in layout.rules[rule].unbind(1)
+    ]
+    total = 0
+    for size in range(1, len(bounds) + 1):
+        for chosen in combinations(bounds, size):
+            first = torch.stack([lo for lo, _ in chosen]).amax(0).maximum(key)
+            last = torch.stack([hi for _, hi in chosen]).amin(0).minimum(key + (layout.block_k - 1))
+            seen = torch.where(query < layout.seq_q, (last - first + 1).clamp(min=0), 0)
+            total += int(seen.sum()) * (1 if size % 2 else -1)
+    return total
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionCost:
+    """What attention over a layout must do and move, at the least.
+
+    Attributes:
+        pairs: allowed (query, key) pairs of all samples and heads.
+        block_pairs: the same counting active blocks whole: what a kernel without masks inside a block computes.
+        forward_flops, backward_flops: two and five matrix products over the allowed pairs.
+        forward_bytes: q, k, v read once, out and lse written once, and the lists by query.
+        backward_bytes: q, k, v, out, do, lse read, dq, dk, dv written, and both lists.
+    """
+
+    pairs: int
+    block_pairs: int
+    forward_flops: int
+    backward_flops: int
+    forward_bytes: int
+    backward_bytes: int
+
+    @classmethod
+    def of(
+        cls, layout: BlockLayout, *, batch: int, heads: int, heads_kv: int, head_dim: int, itemsize: int
+    ) -> AttentionCost:
+        copies, rest = divmod(batch * heads, layout.num_lists)
+        if rest:
+            raise ValueError(f"batch · heads = {batch * heads} must be a multiple of the layout's {layout.num_lists} lists")
+        pairs = copies * num_pairs(layout)
+        q = batch * heads * layout.seq_q * head_dim * itemsize
+        kv = 2 * batch * heads_kv * layout.seq_k * head_dim * itemsize
+        lse = batch * heads * layout.seq_q * (8 if itemsize == 8 else 4)
+        lists = sum(t.numel() * t.element_size() for t in layout.by_query.tensors())
+        return cls(
+            pairs=pairs,
+            block_pairs=copies * layout.num_active_blocks * layout.block_q * layout.block_k,
+            forward_flops=4 * pairs * head_dim,
+            backward_flops=10 * pairs * head_dim,
+            forward_bytes=2 * q + kv + lse + lists,
+            backward_bytes=4 * q + 2 * kv + lse + 2 * lists,
+        )

@@ -1,0 +1,432 @@
+"""`BlockLayout`: the active blocks of a pattern, by query block and by key block."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import InitVar, dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from ..patterns import Pattern, PerHead
+from ..patterns.base import check_int
+from ..patterns.blocks import ceil_div, check_block_size
+from ..patterns.tokens import EVERYTHING, Interval
+from . import build, cost
+from .lists import BlockList
+from .rules import NOTHING, document_bounds, key_bounds
+
+# Positions and their sums with `patterns.tokens.UNBOUNDED` stay inside int32.
+MAX_SEQUENCE = 2**30
+
+NO_DOCUMENTS = torch.empty(2, 0, dtype=torch.int32)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class BlockLayout:
+    """Which (query block, key block) pairs are active, and which single pairs of tokens inside the partial ones.
+
+    Build one with `from_pattern` or `from_block_mask`. The constructor takes finished lists and refuses any that are
+    not a layout: an index out of range, out of order or twice, tensors on different devices, a rule that is not there.
+
+    Args:
+        seq_q, seq_k: tokens of queries and keys.
+        block_q, block_k: tokens of a query block and a key block: 16, 32, 64, 128 or 256.
+        by_query: the lists, a row for every query block; of `[batch_size, num_heads, query blocks]` rows, where
+            None stands for lists that all samples, or all heads, share.
+        num_heads, batch_size: how many lists there are.
+        rules: int32 [num_rules, intervals, 5], see `layout.rules`.
+        documents: int32 [2, seq_q], see `layout.rules`; empty without packed documents.
+        kind: "full" or "causal" where the layout is that whole pattern, else None.
+    """
+
+    seq_q: int
+    seq_k: int
+    block_q: int
+    block_k: int
+    by_query: BlockList
+    num_heads: int | None = None
+    batch_size: int | None = None
+    rules: Tensor
+    documents: Tensor = NO_DOCUMENTS
+    kind: str | None = None
+    checked: InitVar[bool] = False
+
+    def __post_init__(self, checked: bool) -> None:
+        if not checked:
+            _check(self)
+        # How many blocks are active differs from layout to layout: torch.compile must not build that into a graph.
+        # (This is what torch._dynamo.maybe_mark_dynamic does, without the import.)
+        if not torch.compiler.is_compiling():
+            for lists in (self.by_query.indices, self.by_query.rule_ids, self.rules):
+                lists._dynamo_weak_dynamic_indices = {0}  # type: ignore[attr-defined]
+
+    @classmethod
+    def from_pattern(
+        cls,
+        pattern: Pattern,
+        seq_q: int,
+        seq_k: int | None = None,
+        *,
+        block_size: int | tuple[int, int],
+        num_heads: int | None = None,
+        device: torch.device | str | None = None,
+    ) -> BlockLayout:
+        """The blocks that `pattern` touches.
+
+        Args:
+            block_size: tokens a block, or (block_q, block_k). Must divide the block sizes that the pattern is written in.
+            num_heads: for a per-head pattern, checked against it; a plain pattern gives one list for all heads.
+        """
+        if not isinstance(pattern, Pattern):
+            raise TypeError(f"pattern must be a Pattern, got {type(pattern).__name__}")
+        seq_k = seq_q if seq_k is None else seq_k
+        lengths, blocks = _check_sizes(seq_q, seq_k, block_size)
+        for size in pattern.block_sizes:
+            if size % blocks[0] or size % blocks[1]:
+                raise ValueError(
+                    f"block_size must divide the block size {size} that the pattern is written in, got {block_size}"
+                )
+        packings = build.documents_of(pattern)
+        if len(packings) > 1:
+            raise ValueError(f"a pattern may speak of one packing of documents, got {len(packings)}: {packings}")
+        heads = pattern.patterns if isinstance(pattern, PerHead) else (pattern,)
+        if num_heads is not None and len(heads) not in (1, num_heads):
+            raise ValueError(f"num_heads must be the pattern's {len(heads)} heads, got {num_heads}")
+        device = torch.device("cpu" if device is None else device)
+        documents = NO_DOCUMENTS.to(device)
+        if packings:
+            starts = next(iter(packings)).starts
+            if starts[-1] != seq_k:
+                raise ValueError(f"the lengths of Documents must add up to seq_k = {seq_k}, got {starts[-1]}")
+            documents = document_bounds(starts, seq_q, seq_k, device)
+
+        table: list[list[Interval]] = []
+        lists: dict[Pattern, BlockList] = {}
+        for head in dict.fromkeys(heads):
+            terms = build.terms_of(head)
+            intervals = list(dict.fromkeys(term.interval for term in terms))
+            if len(intervals) > build.MAX_INTERVALS:
+                raise ValueError(
+                    f"a pattern may be a union of at most {build.MAX_INTERVALS} different token rules, got "
+                    f"{len(intervals)}: {head}"
+                )
+            found = build.find_blocks(terms, intervals, documents, lengths, blocks)
+            lists[head] = BlockList.concat(
+                BlockList.pack(run.row, run.column, run.rule >= 0, run.rule + len(table), run.num_rows) for run in found
+            )
+            table += build.rule_table(intervals)
+        by_query = BlockList.concat(lists[head] for head in heads)
+        if len(table) == 1:
+            by_query = replace(by_query, rule_ids=by_query.rule_ids.new_empty(0))
+        width = max(len(rule) for rule in table)
+        table = [rule + [NOTHING] * (width - len(rule)) for rule in table]
+        whole = {EVERYTHING: "full", EVERYTHING & Interval(right=0): "causal"}
+        terms = build.terms_of(heads[0])
+        alone = len(set(heads)) == 1 and len(terms) == 1 and not terms[0].rules
+        return cls(
+            seq_q=seq_q,
+            seq_k=seq_k,
+            block_q=blocks[0],
+            block_k=blocks[1],
+            by_query=by_query,
+            num_heads=len(heads) if len(heads) > 1 else None,
+            rules=torch.tensor(table, dtype=torch.int32, device=device),
+            documents=documents,
+            kind=whole.get(terms[0].interval) if alone else None,
+            checked=True,
+        )
+
+    @classmethod
+    def from_block_mask(
+        cls,
+        mask: Tensor,
+        block_size: int | tuple[int, int],
+        *,
+        seq_q: int | None = None,
+        seq_k: int | None = None,
+    ) -> BlockLayout:
+        """From a bool mask of blocks: [query blocks, key blocks], with heads, or with samples and heads before them."""
+        if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+            raise TypeError(f"mask must be a bool tensor, got {getattr(mask, 'dtype', type(mask).__name__)}")
+        if mask.ndim not in (2, 3, 4):
+            raise ValueError(
+                f"mask must have shape [nq, nk], [heads, nq, nk] or [batch, heads, nq, nk], got {list(mask.shape)}"
+            )
+        if 0 in mask.shape:
+            raise ValueError(f"mask must not be empty, got shape {list(mask.shape)}")
+        num_q, num_k = mask.shape[-2:]
+        block_q, block_k = _block_pair(block_size)
+        seq_q = num_q * block_q if seq_q is None else seq_q
+        seq_k = num_k * block_k if seq_k is None else seq_k
+        _check_sizes(seq_q, seq_k, block_size)
+        for name, seq, block, num in (("seq_q", seq_q, block_q, num_q), ("seq_k", seq_k, block_k, num_k)):
+            if ceil_div(seq, block) != num:
+                raise ValueError(f"{name} must need {num} blocks of {block} tokens, as the mask has, got {seq}")
+        row, column = mask.reshape(-1, num_k).nonzero().unbind(1)
+        partial = (column + 1) * block_k > seq_k
+        num_rows = mask.numel() // num_k
+        return cls(
+            seq_q=seq_q,
+            seq_k=seq_k,
+            block_q=block_q,
+            block_k=block_k,
+            by_query=BlockList.pack(row, column, partial, None, num_rows),
+            num_heads=mask.shape[-3] if mask.ndim > 2 else None,
+            batch_size=mask.shape[0] if mask.ndim > 3 else None,
+            rules=torch.tensor([[EVERYTHING]], dtype=torch.int32, device=mask.device),
+            documents=NO_DOCUMENTS.to(mask.device),
+            kind="full" if len(row) == mask.numel() else None,
+            checked=True,
+        )
+
+    @property
+    def num_q_blocks(self) -> int:
+        return ceil_div(self.seq_q, self.block_q)
+
+    @property
+    def num_k_blocks(self) -> int:
+        return ceil_div(self.seq_k, self.block_k)
+
+    @property
+    def num_lists(self) -> int:
+        """How many times the query blocks are listed: once, once a head, or once a sample and head."""
+        return (self.num_heads or 1) * (self.batch_size or 1)
+
+    @property
+    def device(self) -> torch.device:
+        return self.by_query.indices.device
+
+    @cached_property
+    def by_key(self) -> BlockList:
+        """The same blocks by key block: row `list · num_k_blocks + key block` names query blocks. Made when asked for."""
+        row = self.by_query.row_of_entry()
+        partial = self.by_query.is_partial(row)
+        spare = row == self.by_query.num_rows
+        query_block = row % self.num_q_blocks
+        row = (row // self.num_q_blocks) * self.num_k_blocks + self.by_query.indices
+        num_rows = self.num_lists * self.num_k_blocks
+        row = row.masked_fill_(spare, num_rows)
+        rule = self.by_query.rule_ids if self.by_query.rule_ids.numel() else None
+        return BlockList.pack(row, query_block, partial, rule, num_rows)
+
+    @property
+    def causal(self) -> BlockLayout:
+        """This layout without the pairs in which the key comes after the query. Made once; in a graph, as part of it."""
+        if self.kind == "causal":
+            return self
+        if torch.compiler.is_compiling():
+            return self._make_causal()
+        if "_causal" not in self.__dict__:
+            self.__dict__["_causal"] = self._make_causal()
+        return self.__dict__["_causal"]
+
+    def _make_causal(self) -> BlockLayout:
+        """Every shape is known beforehand: what is dropped leaves spare capacity."""
+        row = self.by_query.row_of_entry()
+        partial = self.by_query.is_partial(row)
+        column, num_rows, num_rules = self.by_query.indices, self.by_query.num_rows, len(self.rules)
+        span = build.Span.of(Interval(right=0), self.documents[:, :0], self.lengths, self.blocks)
+        query_block = row % self.num_q_blocks
+        kept = (row < num_rows) & (column >= span.first[query_block]) & (column <= span.last[query_block])
+        crossing = (column < span.first_full[query_block]) | (column > span.last_full[query_block])
+        # A full block that the diagonal crosses takes a new rule, the last of the table: everything, so far.
+        rule = self.by_query.rule_ids if self.by_query.rule_ids.numel() else torch.zeros_like(column)
+        rule = torch.where(partial, rule, num_rules)
+        row = torch.where(kept, row, num_rows)
+        order = (row.long() * self.num_k_blocks + column).argsort()
+        everything = [EVERYTHING] + [NOTHING] * (self.rules.shape[1] - 1)
+        rules = torch.cat((self.rules, self.rules.new_tensor([everything])))
+        causal_right = rules[..., 1:2].clamp(max=0)
+        return BlockLayout(
+            seq_q=self.seq_q,
+            seq_k=self.seq_k,
+            block_q=self.block_q,
+            block_k=self.block_k,
+            by_query=BlockList.pack(row[order], column[order], (partial | crossing)[order], rule[order], num_rows),
+            num_heads=self.num_heads,
+            batch_size=self.batch_size,
+            rules=torch.cat((rules[..., :1], causal_right, rules[..., 2:]), dim=-1),
+            documents=self.documents,
+            kind="causal" if self.kind == "full" else None,
+            checked=True,
+        )
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        return self.seq_q, self.seq_k
+
+    @property
+    def blocks(self) -> tuple[int, int]:
+        return self.block_q, self.block_k
+
+    def token_mask(self, query_block: Tensor, key_block: Tensor, rule_id: Tensor) -> Tensor:
+        """bool [entries, block_q, block_k]: the pairs of tokens that a rule allows in each of the given blocks."""
+        query = query_block[:, None] * self.block_q + _range(self.block_q, self.device)
+        key = key_block[:, None] * self.block_k + _range(self.block_k, self.device)
+        allowed = torch.zeros((), dtype=torch.bool, device=self.device)
+        for interval in self.rules[rule_id].unbind(1):
+            first, last = key_bounds(interval[:, None], query, self.seq_q, self.seq_k, self.documents)
+            allowed = allowed | ((key[:, None] >= first[:, :, None]) & (key[:, None] <= last[:, :, None]))
+        return allowed
+
+    def entries(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """List number, query block, key block and rule of every active block; rule −1 is a full block."""
+        used = int(self.by_query.offsets[-1])
+        row = self.by_query.row_of_entry()[:used]
+        rule = self.by_query.rule_ids[:used] if self.by_query.rule_ids.numel() else torch.zeros_like(row)
+        rule = torch.where(self.by_query.is_partial(self.by_query.row_of_entry())[:used], rule, -1)
+        return row // self.num_q_blocks, row % self.num_q_blocks, self.by_query.indices[:used], rule
+
+    def to_block_mask(self) -> Tensor:
+        """bool mask of active blocks, of the shape that `from_block_mask` takes."""
+        which, query_block, key_block, _ = self.entries()
+        mask = torch.zeros(self.num_lists, self.num_q_blocks, self.num_k_blocks, dtype=torch.bool, device=self.device)
+        mask[which, query_block, key_block] = True
+        return mask.reshape(*self._list_shape, self.num_q_blocks, self.num_k_blocks)
+
+    def to_dense(self) -> Tensor:
+        """bool mask of allowed pairs of tokens, [seq_q, seq_k] behind the dimensions of `to_block_mask`."""
+        which, query_block, key_block, rule = self.entries()
+        shape = (self.num_lists, self.num_q_blocks, self.block_q, self.num_k_blocks, self.block_k)
+        dense = torch.zeros(shape, dtype=torch.bool, device=self.device)
+        allowed = self.token_mask(query_block, key_block, rule.clamp(min=0)) | (rule < 0)[:, None, None]
+        dense[which, query_block, :, key_block] = allowed
+        dense = dense.reshape(self.num_lists, shape[1] * shape[2], shape[3] * shape[4])
+        return dense[:, : self.seq_q, : self.seq_k].reshape(*self._list_shape, self.seq_q, self.seq_k)
+
+    @property
+    def _list_shape(self) -> tuple[int, ...]:
+        heads = () if self.num_heads is None else (self.num_heads,)
+        return heads if self.batch_size is None else (self.batch_size, *heads)
+
+    @cached_property
+    def num_active_blocks(self) -> int:
+        """Active blocks of all lists together."""
+        return int(self.by_query.offsets[-1])
+
+    @cached_property
+    def density(self) -> float:
+        """Allowed pairs of tokens ÷ all pairs, averaged over the lists."""
+        return cost.num_pairs(self) / (self.num_lists * self.seq_q * self.seq_k)
+
+    @property
+    def block_density(self) -> float:
+        """Active blocks ÷ all blocks."""
+        return self.num_active_blocks / (self.num_lists * self.num_q_blocks * self.num_k_blocks)
+
+    def cost(self, *, batch: int, heads: int, head_dim: int, itemsize: int, heads_kv: int | None = None):  # type: ignore[no-untyped-def]
+        """FLOPs and bytes of attention over this layout: an `AttentionCost`."""
+        return cost.AttentionCost.of(
+            self, batch=batch, heads=heads, heads_kv=heads_kv or heads, head_dim=head_dim, itemsize=itemsize
+        )
+
+    def flatten(self) -> tuple[list[Tensor], list[int]]:
+        """Tensors and sizes, for operators that take nothing else; `unflatten` is the inverse."""
+        sizes = [*self.lengths, *self.blocks, self.num_heads or 0, self.batch_size or 0]
+        return [*self.by_query.tensors(), self.rules, self.documents], sizes
+
+    @classmethod
+    def unflatten(cls, tensors: Sequence[Tensor], sizes: Sequence[int], kind: str | None = None) -> BlockLayout:
+        seq_q, seq_k, block_q, block_k, num_heads, batch_size = sizes
+        *lists, rules, documents = tensors
+        return cls(
+            seq_q=seq_q,
+            seq_k=seq_k,
+            block_q=block_q,
+            block_k=block_k,
+            by_query=BlockList(*lists),
+            num_heads=num_heads or None,
+            batch_size=batch_size or None,
+            rules=rules,
+            documents=documents,
+            kind=kind,
+            checked=True,
+        )
+
+    def to(self, device: torch.device | str) -> BlockLayout:
+        device = torch.device(device)
+        if device == self.device:
+            return self
+        by_query = BlockList(*(t.to(device) for t in self.by_query.tensors()))
+        return replace(self, by_query=by_query, rules=self.rules.to(device), documents=self.documents.to(device), checked=True)
+
+    def __repr__(self) -> str:
+        lists = f", lists={list(self._list_shape)}" if self._list_shape else ""
+        kind = f", kind={self.kind!r}" if self.kind else ""
+        return (
+            f"BlockLayout(seq_q={self.seq_q}, seq_k={self.seq_k}, block={self.block_q}x{self.block_k}{lists}{kind}, "
+            f"device={str(self.device)!r})"
+        )
+
+
+def _range(stop: int, device: torch.device) -> Tensor:
+    return torch.arange(stop, dtype=torch.int32, device=device)
+
+
+def _block_pair(block_size: int | Sequence[int]) -> tuple[int, int]:
+    pair = (block_size, block_size) if isinstance(block_size, int) else tuple(block_size)
+    if len(pair) != 2:
+        raise ValueError(f"block_size must be an int or a pair (block_q, block_k), got {block_size!r}")
+    for size in pair:
+        check_block_size("block_size", size)
+    return pair
+
+
+def _check_sizes(
+    seq_q: int, seq_k: int, block_size: int | tuple[int, int]
+) -> tuple[tuple[int, int], tuple[int, int]]:
+    for name, seq in (("seq_q", seq_q), ("seq_k", seq_k)):
+        check_int(name, seq, least=1)
+        if seq >= MAX_SEQUENCE:
+            raise ValueError(f"{name} must be below {MAX_SEQUENCE}, got {seq}")
+    return (seq_q, seq_k), _block_pair(block_size)
+
+
+def _check(layout: BlockLayout) -> None:
+    """Refuse lists that are not a layout, before a kernel follows them out of bounds."""
+    lengths, _ = _check_sizes(layout.seq_q, layout.seq_k, layout.blocks)
+    for name in ("num_heads", "batch_size"):
+        if getattr(layout, name) is not None:
+            check_int(name, getattr(layout, name), least=1)
+    lists, rules, documents = layout.by_query, layout.rules, layout.documents
+    tensors = {"offsets": lists.offsets, "splits": lists.splits, "indices": lists.indices, "rule_ids": lists.rule_ids}
+    num_rows = layout.num_lists * layout.num_q_blocks
+    for name, tensor in {**tensors, "rules": rules, "documents": documents}.items():
+        if tensor.dtype != torch.int32:
+            raise TypeError(f"{name} must be int32, got {tensor.dtype}")
+        if tensor.device != layout.device:
+            raise ValueError(f"{name} must be on the device of indices, {layout.device}, got {tensor.device}")
+    shapes = {"offsets": (num_rows + 1,), "splits": (num_rows,), "indices": (len(lists.indices),)}
+    for name, shape in shapes.items():
+        if tensors[name].shape != shape:
+            raise ValueError(f"{name} must have shape {list(shape)}, got {list(tensors[name].shape)}")
+    if rules.ndim != 3 or not rules.numel() or rules.shape[2] != len(EVERYTHING):
+        raise ValueError(f"rules must have shape [rules, intervals, {len(EVERYTHING)}], got {list(rules.shape)}")
+    if documents.shape not in ((2, 0), (2, lengths[0])):
+        raise ValueError(f"documents must have shape [2, seq_q = {lengths[0]}] or [2, 0], got {list(documents.shape)}")
+    if len(lists.rule_ids) != len(lists.indices) and not (lists.rule_ids.numel() == 0 and len(rules) == 1):
+        raise ValueError(f"rule_ids must name a rule for each of {len(lists.indices)} blocks, got {len(lists.rule_ids)}")
+    edges = torch.stack((lists.offsets[:-1], lists.splits, lists.offsets[1:]))
+    if lists.offsets[0] != 0 or (edges.diff(dim=0) < 0).any() or lists.offsets[-1] > len(lists.indices):
+        raise ValueError(f"offsets and splits must ascend from 0 to at most {len(lists.indices)}, the number of indices")
+    _, query_block, key_block, rule = layout.entries()
+    if ((key_block < 0) | (key_block >= layout.num_k_blocks)).any():
+        raise ValueError(
+            f"indices must be key blocks from 0 to {layout.num_k_blocks - 1}, got "
+            f"{int(key_block.min())} to {int(key_block.max())}"
+        )
+    if (rule >= len(rules)).any() or (lists.rule_ids < 0).any():
+        raise ValueError(f"rule_ids must be rules from 0 to {len(rules) - 1}, got {int(lists.rule_ids.max())}")
+    used = len(key_block)
+    row = lists.row_of_entry()[:used]
+    partial = lists.is_partial(lists.row_of_entry())[:used]
+    same_run = (row[1:] == row[:-1]) & (partial[1:] == partial[:-1])
+    if (same_run & (key_block[1:] <= key_block[:-1])).any():
+        raise ValueError("indices must ascend in every row, full blocks first and then partial ones, none twice")
+    key = (row.long() * layout.num_k_blocks + key_block).sort().values
+    if (key[1:] == key[:-1]).any():
+        raise ValueError("indices must name a block of a row once, as full or as partial")
+    if (~partial & ((key_block + 1) * layout.block_k > layout.seq_k)).any():
+        raise ValueError(f"a key block that reaches beyond seq_k = {layout.seq_k} must be partial")

@@ -1,0 +1,70 @@
+"""`BlockList`: rows of block numbers, the one data structure behind a layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class BlockList:
+    """Rows of block numbers (compressed sparse rows), in each row the full blocks first, then the partial ones.
+
+    Row `r` has full blocks `indices[offsets[r] : splits[r]]` and partial blocks `indices[splits[r] : offsets[r + 1]]`,
+    each part in ascending order. `indices` may be longer than what the offsets reach (spare capacity).
+
+    Attributes:
+        offsets: int32 [rows + 1].
+        splits: int32 [rows].
+        indices: int32 [capacity].
+        rule_ids: int32 [capacity], the token rule of each partial block; empty when all share rule 0.
+    """
+
+    offsets: Tensor
+    splits: Tensor
+    indices: Tensor
+    rule_ids: Tensor
+
+    @classmethod
+    def pack(cls, row: Tensor, column: Tensor, partial: Tensor, rule: Tensor | None, num_rows: int) -> BlockList:
+        """From entries in any row order whose columns ascend within (row, state). Rows of `num_rows` are dropped."""
+        key, order = (row * 2 + partial).sort(stable=True)
+        edges = torch.arange(2 * num_rows + 1, dtype=key.dtype, device=key.device)
+        place = torch.searchsorted(key, edges, out_int32=True)
+        del key
+        rule_ids = row.new_empty(0, dtype=torch.int32) if rule is None else rule[order].clamp_(min=0).int()
+        # Copies, not views of `place`: a layout holds what it says it holds and nothing else.
+        return cls(place[::2].clone(), place[1::2].clone(), column[order].int(), rule_ids)
+
+    @classmethod
+    def concat(cls, lists: Iterable[BlockList]) -> BlockList:
+        """The rows of each list after those of the one before. The lists have no spare capacity."""
+        offsets, splits, indices, rule_ids, base = [], [], [], [], 0
+        for each in lists:
+            offsets.append(each.offsets[:-1] + base)
+            splits.append(each.splits + base)
+            indices.append(each.indices)
+            rule_ids.append(each.rule_ids)
+            base += len(each.indices)
+        offsets.append(offsets[-1].new_full((1,), base))
+        return cls(torch.cat(offsets), torch.cat(splits), torch.cat(indices), torch.cat(rule_ids))
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.splits)
+
+    def tensors(self) -> list[Tensor]:
+        return [self.offsets, self.splits, self.indices, self.rule_ids]
+
+    def row_of_entry(self) -> Tensor:
+        """int32 [capacity]: the row of each entry, `num_rows` for spare places."""
+        place = torch.arange(len(self.indices), dtype=torch.int32, device=self.indices.device)
+        return torch.searchsorted(self.offsets[1:], place, right=True, out_int32=True)
+
+    def is_partial(self, row: Tensor) -> Tensor:
+        """bool [capacity], for `row = row_of_entry()`."""
+        place = torch.arange(len(self.indices), dtype=torch.int32, device=self.indices.device)
+        return place >= torch.cat((self.splits, self.splits.new_zeros(1)))[row]

@@ -1,0 +1,45 @@
+"""Token rules as tensors: which keys a query sees inside a partial block.
+
+`rules` is int32 [num_rules, num_intervals, 5]; a rule is the union of its intervals (`patterns.tokens.Interval`, one
+per row; an unused row is empty). `documents` is int32 [2, seq_q]: the first key of each query's document and the end.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..patterns.tokens import Interval
+
+# Unused places of the table: no query is below 0 − UNBOUNDED, so nothing is seen.
+NOTHING = Interval(query_stop=-(2**30))
+
+
+def key_bounds(interval: Tensor, query: Tensor, seq_q: int, seq_k: int, documents: Tensor) -> tuple[Tensor, Tensor]:
+    """First and last key that each query sees; last < first where it sees none.
+
+    Args:
+        interval: [..., 5], broadcast against `query`.
+        query: query numbers; those of `seq_q` and beyond stand for padding and get some bounds that nobody reads.
+    """
+    left, right, key_stop, query_stop, same_document = interval.unbind(-1)
+    position = query + (seq_k - seq_q)
+    first = (position - left).clamp(min=0)
+    last = torch.minimum(position + right, key_stop - 1).clamp(max=seq_k - 1)
+    last = torch.where(position < query_stop, last, -1)
+    if documents.numel():
+        start, stop = documents[:, query.clamp(max=seq_q - 1)]
+        first = torch.where(same_document > 0, torch.maximum(first, start), first)
+        last = torch.where(same_document > 0, torch.minimum(last, stop - 1), last)
+    return first, last
+
+
+def document_bounds(starts: tuple[int, ...], seq_q: int, seq_k: int, device: torch.device) -> Tensor:
+    """`documents` for documents that start at `starts`; queries before the first key belong to none."""
+    edges = torch.tensor(starts, dtype=torch.int32, device=device)
+    position = torch.arange(seq_k - seq_q, seq_k, dtype=torch.int32, device=device)
+    document = torch.searchsorted(edges, position, right=True)
+    outside = position < 0
+    start = edges[(document - 1).clamp(min=0)].masked_fill(outside, 0)
+    stop = edges[document].masked_fill(outside, 0)
+    return torch.stack((start, stop))

@@ -1,0 +1,23 @@
+"""Modules over the operators.
+
+One class a concept; a name of the seeds that differs only in version is the same class under another name.
+"""
+
+from .attention import (
+    BlockSparseAttention,
+    BlockSparseHierarchical,
+    BlockSparseRingDilatedAttention,
+    BlockSparseRingDilatedAttentionV2,
+)
+from .factory import create_block_sparse_attention
+from .multihead import BlockSparseRingMultiheadDilatedAttention, BlockSparseRingMultiheadDilatedAttentionV2
+
+__all__ = [
+    "BlockSparseAttention",
+    "BlockSparseHierarchical",
+    "BlockSparseRingDilatedAttention",
+    "BlockSparseRingDilatedAttentionV2",
+    "BlockSparseRingMultiheadDilatedAttention",
+    "BlockSparseRingMultiheadDilatedAttentionV2",
+    "create_block_sparse_attention",
+]

@@ -1,0 +1,181 @@
+"""Block-sparse attention as modules: q, k, v in, out (and, if asked for, the sparse weights) out. No parameters."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..ops import BlockSparseWeights, attention_with_weights, block_sparse_attention
+from ..ops.checks import check_dropout
+from ..ops.choose import check_backend
+from ..patterns import Causal, Pattern, SparsePatternConfig
+from ..patterns.blocks import check_branches
+from ..patterns.config import DEFAULT_DILATION_RATES, DEFAULT_SEGMENT_LENGTHS
+
+PATTERN_FIELDS = tuple(field.name for field in dataclasses.fields(SparsePatternConfig))
+
+
+class BlockSparseAttention(nn.Module):
+    """Exact attention over the pairs that a pattern allows (union: one softmax a row, a key counts once).
+
+    Args:
+        pattern: who may attend.
+        scale: multiplier of the scores, head_dim ** -0.5 by default.
+        dropout, attention_dropout: two names of the share of weights dropped in training.
+        backend: see `block_sparse_attention`.
+    """
+
+    def __init__(
+        self,
+        pattern: Pattern,
+        *,
+        scale: float | None = None,
+        dropout: float | None = None,
+        attention_dropout: float | None = None,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__()
+        if not isinstance(pattern, Pattern):
+            raise TypeError(f"pattern must be a Pattern, got {type(pattern).__name__}")
+        self._pattern = pattern
+        self.scale = scale
+        self.dropout = one_dropout(dropout, attention_dropout)
+        self.backend = check_backend(backend)
+
+    def pattern(self, is_causal: bool = False) -> Pattern:
+        """The pattern of a call."""
+        return self._pattern & Causal() if is_causal else self._pattern
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        is_causal: bool = False,
+        return_attention_weights: bool = False,
+        *,
+        key_padding_mask: Tensor | None = None,
+        document_ids: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, BlockSparseWeights]:
+        """Tensors are (batch, seq, heads, head_dim); masks as in `block_sparse_attention`.
+
+        With `return_attention_weights` also the weights before dropout, by active block, never the dense matrix.
+        """
+        attend = attention_with_weights if return_attention_weights else block_sparse_attention
+        return attend(
+            q,
+            k,
+            v,
+            self.pattern(is_causal),
+            scale=self.scale,
+            dropout_p=self.dropout if self.training else 0.0,
+            key_padding_mask=key_padding_mask,
+            document_ids=document_ids,
+            backend=self.backend,
+        )
+
+    def extra_repr(self) -> str:
+        return f"{self.pattern()}, dropout={self.dropout}, backend={self.backend!r}"
+
+
+class BlockSparseRingDilatedAttention(BlockSparseAttention):
+    """Block-sparse attention over a pattern of `SparsePatternConfig`; see `BlockSparseAttention`.
+
+    Args:
+        segment_lengths, dilation_rates: branches of pattern type "dilated_sparse", [2048, 4096, 8192] and [1, 2, 4]
+            by default. Other pattern types do not use them, and giving them is an error.
+        sparse_config: the pattern; or give its fields as keywords (`sparsity_ratio=0.05, block_size=64`, …).
+    """
+
+    def __init__(
+        self,
+        segment_lengths: Sequence[int] | None = None,
+        dilation_rates: Sequence[int] | None = None,
+        sparse_config: SparsePatternConfig | None = None,
+        *,
+        scale: float | None = None,
+        dropout: float | None = None,
+        attention_dropout: float | None = None,
+        backend: str = "auto",
+        **pattern_fields: Any,
+    ) -> None:
+        config = one_config(sparse_config, pattern_fields)
+        if (segment_lengths is None) != (dilation_rates is None):
+            raise ValueError(
+                "segment_lengths and dilation_rates must be given together or not at all, "
+                f"got {segment_lengths} and {dilation_rates}"
+            )
+        if segment_lengths is not None and dilation_rates is not None:
+            check_branches(segment_lengths, dilation_rates)
+            if not config.uses_segments:
+                raise ValueError(
+                    f"segment_lengths and dilation_rates have no meaning for pattern_type {config.pattern_type!r}, "
+                    f"got {list(segment_lengths)} and {list(dilation_rates)}; leave them out"
+                )
+        self.sparse_config = config
+        self.segment_lengths = tuple(segment_lengths or DEFAULT_SEGMENT_LENGTHS)
+        self.dilation_rates = tuple(dilation_rates or DEFAULT_DILATION_RATES)
+        pattern = config.pattern(self.segment_lengths, self.dilation_rates)
+        super().__init__(
+            pattern, scale=scale, dropout=dropout, attention_dropout=attention_dropout, backend=backend
+        )
+
+    def pattern(self, is_causal: bool = False) -> Pattern:
+        """The pattern of a call. The causal one is not the other one cut: its window and its budget look back only."""
+        return self.sparse_config.pattern(self.segment_lengths, self.dilation_rates, is_causal)
+
+
+class BlockSparseHierarchical(BlockSparseRingDilatedAttention):
+    """Block-sparse attention at several scales: near blocks all, farther ones every `stride`-th.
+
+    Args:
+        levels: (stride in blocks, window in tokens) pairs, or "standard", "fine_grained" or "long_range".
+    """
+
+    def __init__(
+        self,
+        levels: Sequence[tuple[int, int]] | str = "standard",
+        *,
+        block_size: int = 128,
+        scale: float | None = None,
+        dropout: float | None = None,
+        attention_dropout: float | None = None,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__(
+            sparse_config=SparsePatternConfig(pattern_type="hierarchical", levels=levels, block_size=block_size),
+            scale=scale,
+            dropout=dropout,
+            attention_dropout=attention_dropout,
+            backend=backend,
+        )
+
+
+BlockSparseRingDilatedAttentionV2 = BlockSparseRingDilatedAttention
+
+
+def one_config(sparse_config: SparsePatternConfig | None, pattern_fields: dict[str, Any]) -> SparsePatternConfig:
+    """The configuration, given whole or by its fields, never both."""
+    unknown = sorted(set(pattern_fields) - set(PATTERN_FIELDS))
+    if unknown:
+        raise TypeError(f"unknown keyword {unknown[0]!r}; the pattern takes {sorted(PATTERN_FIELDS)}")
+    if sparse_config is None:
+        return SparsePatternConfig(**pattern_fields)
+    if not isinstance(sparse_config, SparsePatternConfig):
+        raise TypeError(f"sparse_config must be a SparsePatternConfig, got {type(sparse_config).__name__}")
+    if pattern_fields:
+        raise ValueError(f"{sorted(pattern_fields)} must be given in sparse_config or as keywords, not both")
+    return sparse_config
+
+
+def one_dropout(dropout: float | None, attention_dropout: float | None) -> float:
+    """`dropout` and `attention_dropout` name the same thing."""
+    if dropout is not None and attention_dropout is not None and dropout != attention_dropout:
+        raise ValueError(
+            f"dropout and attention_dropout name the same thing and must agree, got {dropout} and {attention_dropout}"
+        )
+    given = attention_dropout if dropout is None else dropout
+    return check_dropout(0.0 if given is None else given, "dropout")

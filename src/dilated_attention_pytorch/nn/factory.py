@@ -1,0 +1,38 @@
+"""`create_block_sparse_attention`: a module by the name of its variant."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from torch import nn
+
+from .attention import PATTERN_FIELDS, BlockSparseHierarchical, BlockSparseRingDilatedAttention
+from .multihead import BlockSparseRingMultiheadDilatedAttention
+
+# "base" and "ring" are one class: without a ring there is nothing of it in the way.
+VARIANTS: dict[str, type[nn.Module]] = {
+    "base": BlockSparseRingDilatedAttention,
+    "ring": BlockSparseRingDilatedAttention,
+    "hierarchical": BlockSparseHierarchical,
+    "multihead": BlockSparseRingMultiheadDilatedAttention,
+}
+
+
+def create_block_sparse_attention(variant: str = "base", **options: Any) -> nn.Module:
+    """Create a block-sparse attention module.
+
+    Args:
+        variant: "base", "ring", "hierarchical" or "multihead".
+        options: what that class takes; anything else is an error that lists what is possible.
+    """
+    if variant not in VARIANTS:
+        raise ValueError(f"variant must be one of {sorted(VARIANTS)}, got {variant!r}")
+    parameters = inspect.signature(VARIANTS[variant]).parameters
+    possible = {name for name, p in parameters.items() if p.kind is not inspect.Parameter.VAR_KEYWORD}
+    if len(possible) < len(parameters):
+        possible |= set(PATTERN_FIELDS)
+    unknown = sorted(set(options) - possible)
+    if unknown:
+        raise TypeError(f"unknown keyword {unknown[0]!r} for variant {variant!r}; it takes {sorted(possible)}")
+    return VARIANTS[variant](**options)

@@ -1,0 +1,212 @@
+"""`block_sparse_attention`: one softmax over the allowed keys of every row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..backends.base import Extras, compute_dtype
+from ..layout import BlockLayout
+from ..patterns import Pattern
+from .choose import BY_NAME, check_call, choose, request_of
+from .weights import BlockSparseWeights, attention_weights
+
+
+def block_sparse_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout_or_pattern: BlockLayout | Pattern,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    key_padding_mask: Tensor | None = None,
+    document_ids: Tensor | None = None,
+    return_lse: bool = False,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Exact attention over the pairs that a layout or pattern allows (union: a key counts once).
+
+    Args:
+        q: (batch, seq_q, heads, head_dim), float64, float32, bfloat16 or float16.
+        k, v: (batch, seq_k, heads_kv, head_dim) with heads a multiple of heads_kv.
+        layout_or_pattern: a `BlockLayout` for these lengths, or a pattern (its layout is built once and remembered;
+            blocks of 128 tokens unless the pattern is written in blocks of its own).
+        is_causal: also hide every key that comes after the query; the last query is aligned with the last key.
+        scale: multiplier of the scores, head_dim ** -0.5 by default.
+        dropout_p: share of the weights that is dropped, in [0, 1). The draw depends on a seed from PyTorch's
+            generator and on (sample, head, query, key) alone.
+        key_padding_mask: bool (batch, seq_k), True where a key is padding and hidden, as in `nn.MultiheadAttention`.
+        document_ids: int (batch, seq_k): tokens see each other only if their ids are equal. Queries are the last
+            seq_q of these tokens.
+        return_lse: also return the log-sum-exp of each row, (batch, heads, seq_q), float32 (float64 for float64).
+        backend: "auto", or the one to use: "sdpa", "blockwise", "reference". One that cannot run is an error.
+
+    Returns:
+        out like q, or (out, lse). A query that may see no key gives out 0, lse −inf and no gradient.
+    """
+    q, k, v = _autocast(q, k, v)
+    layout, extras = check_call(
+        q, k, v, layout_or_pattern, is_causal, scale, dropout_p, key_padding_mask, document_ids, return_lse
+    )
+    chosen = choose(backend, request_of(q, k, layout, extras, return_lse=return_lse))
+    if extras.dropout_p > 0.0:
+        extras = extras._replace(seed=torch.randint(2**31, (), device=q.device))
+    if chosen.name == "sdpa":
+        return chosen.attention(q, k, v, layout, extras)
+    if chosen.name == "reference":
+        out, lse = chosen.attention(q, k, v, layout, extras)
+    else:
+        tensors, sizes = layout.flatten()
+        out, lse = _forward(
+            q,
+            k,
+            v,
+            tensors,
+            sizes,
+            extras.scale,
+            extras.key_padding_mask,
+            extras.document_ids,
+            extras.dropout_p,
+            extras.seed,
+            chosen.name,
+        )
+    return (out, lse) if return_lse else out
+
+
+def attention_with_weights(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout_or_pattern: BlockLayout | Pattern,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    key_padding_mask: Tensor | None = None,
+    document_ids: Tensor | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, BlockSparseWeights]:
+    """`block_sparse_attention` and the weights before dropout, in memory proportional to the active blocks."""
+    q, k, v = _autocast(q, k, v)
+    layout, extras = check_call(
+        q, k, v, layout_or_pattern, is_causal, scale, dropout_p, key_padding_mask, document_ids, True
+    )
+    out, lse = block_sparse_attention(
+        q,
+        k,
+        v,
+        layout,
+        scale=scale,
+        dropout_p=dropout_p,
+        key_padding_mask=key_padding_mask,
+        document_ids=document_ids,
+        return_lse=True,
+        backend=backend,
+    )
+    return out, attention_weights(q, k, lse, layout, extras)
+
+
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Inside an autocast region attention runs in its dtype, as `scaled_dot_product_attention` does."""
+    device_type = tensors[0].device.type if isinstance(tensors[0], Tensor) else "cpu"
+    if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
+        return tensors
+    dtype = torch.get_autocast_dtype(device_type)
+    return tuple(
+        x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64 else x
+        for x in tensors
+    )
+
+
+@torch.library.custom_op("dilated_attention_pytorch::block_sparse_forward", mutates_args=())
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: list[Tensor],
+    sizes: list[int],
+    scale: float,
+    key_padding_mask: Tensor | None,
+    document_ids: Tensor | None,
+    dropout_p: float,
+    seed: Tensor | None,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    extras = Extras(scale, key_padding_mask, document_ids, dropout_p, seed)
+    return BY_NAME[backend].forward(q, k, v, BlockLayout.unflatten(layout, sizes), extras)
+
+
+@_forward.register_fake
+def _(q, k, v, layout, sizes, scale, key_padding_mask, document_ids, dropout_p, seed, backend):  # type: ignore[no-untyped-def]
+    batch, seq_q, heads, _ = q.shape
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    return out, q.new_empty(batch, heads, seq_q, dtype=compute_dtype(q.dtype))
+
+
+@torch.library.custom_op("dilated_attention_pytorch::block_sparse_backward", mutates_args=())
+def _backward(
+    do: Tensor,
+    dlse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    layout: list[Tensor],
+    sizes: list[int],
+    scale: float,
+    key_padding_mask: Tensor | None,
+    document_ids: Tensor | None,
+    dropout_p: float,
+    seed: Tensor | None,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    extras = Extras(scale, key_padding_mask, document_ids, dropout_p, seed)
+    return BY_NAME[backend].backward(do, dlse, q, k, v, out, lse, BlockLayout.unflatten(layout, sizes), extras)
+
+
+@_backward.register_fake
+def _(do, dlse, q, k, v, *rest):  # type: ignore[no-untyped-def]
+    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, layout, sizes, scale, key_padding_mask, document_ids, dropout_p, seed, backend = inputs
+    ctx.save_for_backward(q, k, v, *output, key_padding_mask, document_ids, seed, *layout)
+    ctx.sizes, ctx.scale, ctx.dropout_p, ctx.backend = sizes, scale, dropout_p, backend
+
+
+def _differentiate(ctx: Any, do: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
+    q, k, v, out, lse, key_padding_mask, document_ids, seed, *layout = ctx.saved_tensors
+    grads = _backward(
+        do,
+        dlse,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        layout,
+        ctx.sizes,
+        ctx.scale,
+        key_padding_mask,
+        document_ids,
+        ctx.dropout_p,
+        seed,
+        ctx.backend,
+    )
+    return *grads, [None] * len(layout), None, None, None, None, None, None, None
+
+
+_forward.register_autograd(_differentiate, setup_context=_save)
+
+
+def _no_second_derivative(ctx: Any, *grads: Tensor) -> None:
+    raise RuntimeError("block_sparse_attention has no second derivative; use backend='reference' to differentiate twice")
+
+
+_backward.register_autograd(_no_second_derivative)

@@ -1,0 +1,131 @@
+"""Every argument is checked here, before anything is computed: the message names it, the rule and the value."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from ..layout import BlockLayout, layout_for
+from ..patterns import Causal, Pattern, PerHead, SparsePatternConfig
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+DEFAULT_BLOCK_SIZE = 128
+
+
+def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+        if x.ndim != 4:
+            raise ValueError(f"{name} must have shape (batch, seq, heads, head_dim), got {list(x.shape)}")
+        if x.dtype not in DTYPES:
+            raise TypeError(f"{name} must be float64, float32, bfloat16 or float16, got {x.dtype}")
+        if x.dtype != q.dtype:
+            raise TypeError(f"{name} must have the dtype of q, {q.dtype}, got {x.dtype}")
+        if x.device != q.device:
+            raise ValueError(f"{name} must be on the device of q, {q.device}, got {x.device}")
+        if 0 in x.shape:
+            raise ValueError(f"{name} must not be empty, got shape {list(x.shape)}")
+        if x.shape[0] != q.shape[0]:
+            raise ValueError(f"{name} must have the batch size of q, {q.shape[0]}, got {x.shape[0]}")
+        if x.shape[3] != q.shape[3]:
+            raise ValueError(f"{name} must have the head_dim of q, {q.shape[3]}, got {x.shape[3]}")
+    if k.shape != v.shape:
+        raise ValueError(f"k and v must have the same shape, got {list(k.shape)} and {list(v.shape)}")
+    if q.shape[2] % k.shape[2]:
+        raise ValueError(f"heads of q must be a multiple of heads of k, got {q.shape[2]} and {k.shape[2]}")
+
+
+def check_scale(scale: float | None, head_dim: int) -> float:
+    if scale is None:
+        return head_dim**-0.5
+    if not isinstance(scale, int | float) or isinstance(scale, bool):
+        raise TypeError(f"scale must be a number or None, got {type(scale).__name__}")
+    if not math.isfinite(scale):
+        raise ValueError(f"scale must be finite, got {scale}")
+    return float(scale)
+
+
+def check_dropout(dropout_p: float, name: str = "dropout_p") -> float:
+    if not isinstance(dropout_p, int | float) or isinstance(dropout_p, bool):
+        raise TypeError(f"{name} must be a number, got {type(dropout_p).__name__}")
+    if not 0.0 <= dropout_p < 1.0:
+        raise ValueError(f"{name} must be in [0, 1), got {dropout_p}")
+    return float(dropout_p)
+
+
+def check_masks(q: Tensor, k: Tensor, key_padding_mask: Tensor | None, document_ids: Tensor | None) -> None:
+    batch, seq_q, seq_k = q.shape[0], q.shape[1], k.shape[1]
+    for name, mask in (("key_padding_mask", key_padding_mask), ("document_ids", document_ids)):
+        if mask is None:
+            continue
+        if not isinstance(mask, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(mask).__name__}")
+        if mask.shape != (batch, seq_k):
+            raise ValueError(f"{name} must have shape (batch, seq_k) = {[batch, seq_k]}, got {list(mask.shape)}")
+        if mask.device != q.device:
+            raise ValueError(f"{name} must be on the device of q, {q.device}, got {mask.device}")
+    if key_padding_mask is not None and key_padding_mask.dtype != torch.bool:
+        raise TypeError(f"key_padding_mask must be bool, True where a key is padding, got {key_padding_mask.dtype}")
+    if document_ids is not None:
+        if document_ids.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"document_ids must be int32 or int64, got {document_ids.dtype}")
+        if seq_q > seq_k:
+            raise ValueError(f"document_ids needs seq_q <= seq_k (queries are the last keys), got {seq_q} > {seq_k}")
+
+
+def check_flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {value!r}")
+
+
+def resolve_layout(q: Tensor, k: Tensor, layout_or_pattern: BlockLayout | Pattern, is_causal: bool) -> BlockLayout:
+    """The layout of a call, `is_causal` included."""
+    seq_q, seq_k, heads, heads_kv = q.shape[1], k.shape[1], q.shape[2], k.shape[2]
+    if isinstance(layout_or_pattern, SparsePatternConfig):
+        raise TypeError(
+            "layout_or_pattern must be a BlockLayout or a Pattern, got a SparsePatternConfig: pass config.pattern(...)"
+        )
+    if isinstance(layout_or_pattern, Pattern):
+        if isinstance(layout_or_pattern, PerHead) and len(layout_or_pattern.patterns) not in (heads, heads_kv):
+            raise ValueError(
+                f"layout_or_pattern must have a pattern for each of {heads} heads of q or {heads_kv} of k, "
+                f"got {len(layout_or_pattern.patterns)}"
+            )
+        if torch.compiler.is_compiling():
+            return BlockLayout.unflatten(*_as_constants(layout_or_pattern, is_causal, seq_q, seq_k, q.device))
+        return _remembered(layout_or_pattern, is_causal, seq_q, seq_k, q.device)
+    if not isinstance(layout_or_pattern, BlockLayout):
+        raise TypeError(f"layout_or_pattern must be a BlockLayout or a Pattern, got {type(layout_or_pattern).__name__}")
+    layout = layout_or_pattern
+    if layout.lengths != (seq_q, seq_k):
+        raise ValueError(
+            f"layout_or_pattern is a layout for lengths {layout.lengths}, but q and k have {(seq_q, seq_k)} tokens"
+        )
+    if layout.num_heads not in (None, 1, heads, heads_kv):
+        raise ValueError(
+            f"layout_or_pattern must have lists for all heads together, {heads} heads of q or {heads_kv} of k, "
+            f"got {layout.num_heads}"
+        )
+    if layout.batch_size not in (None, 1, q.shape[0]):
+        raise ValueError(f"layout_or_pattern must have lists for {q.shape[0]} samples, got {layout.batch_size}")
+    if layout.device != q.device:
+        raise ValueError(f"layout_or_pattern must be on the device of q, {q.device}, got {layout.device}")
+    return layout.causal if is_causal else layout
+
+
+def _remembered(pattern: Pattern, is_causal: bool, seq_q: int, seq_k: int, device: torch.device) -> BlockLayout:
+    pattern = pattern & Causal() if is_causal else pattern
+    block_size = min(pattern.block_sizes, default=DEFAULT_BLOCK_SIZE)
+    return layout_for(pattern, seq_q, seq_k, block_size, device)
+
+
+@torch.compiler.assume_constant_result
+def _as_constants(
+    pattern: Pattern, is_causal: bool, seq_q: int, seq_k: int, device: torch.device
+) -> tuple[list[Tensor], list[int], str | None]:
+    """The same for torch.compile, which takes a layout as it is instead of tracing how it is built."""
+    layout = _remembered(pattern, is_causal, seq_q, seq_k, device)
+    return *layout.flatten(), layout.kind

@@ -1,0 +1,117 @@
+"""Which backend runs a call: a short ordered list of `can_run`, and a way to ask it why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import ModuleType
+
+from torch import Tensor
+
+from ..backends import blockwise, reference, sdpa
+from ..backends.base import Extras, Request
+from ..layout import BlockLayout
+from ..patterns import Pattern
+from .checks import check_dropout, check_flag, check_masks, check_qkv, check_scale, resolve_layout
+
+# The first that can run is chosen. The reference is the definition; it is quadratic and runs only when named.
+ORDERED: tuple[ModuleType, ...] = (sdpa, blockwise)
+BY_NAME: dict[str, ModuleType] = {backend.name: backend for backend in (*ORDERED, reference)}
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The backend of a call, and why each other one is not it. Prints as a small table."""
+
+    chosen: str
+    reasons: dict[str, str]
+
+    def __str__(self) -> str:
+        width = max(map(len, self.reasons))
+        mark = {name: "→" if name == self.chosen else " " for name in self.reasons}
+        return "\n".join(f"{mark[name]} {name:{width}}  {reason}" for name, reason in self.reasons.items())
+
+
+def request_of(q: Tensor, k: Tensor, layout: BlockLayout, extras: Extras, *, return_lse: bool) -> Request:
+    return Request(
+        device=q.device,
+        dtype=q.dtype,
+        kind=layout.kind,
+        square=q.shape[1] == k.shape[1],
+        grouped=q.shape[2] != k.shape[2],
+        dropout=extras.dropout_p > 0.0,
+        masked=extras.key_padding_mask is not None or extras.document_ids is not None,
+        return_lse=return_lse,
+    )
+
+
+def check_backend(backend: str) -> str:
+    if backend != "auto" and backend not in BY_NAME:
+        raise ValueError(f"backend must be one of {['auto', *BY_NAME]}, got {backend!r}")
+    return backend
+
+
+def choose(backend: str, request: Request) -> ModuleType:
+    """The backend that was named, or the first that can run. A named one that cannot is an error, never replaced."""
+    if check_backend(backend) == "auto":
+        return next(b for b in ORDERED if b.can_run(request)[0])
+    ok, reason = BY_NAME[backend].can_run(request)
+    if not ok:
+        raise ValueError(f"backend {backend!r} cannot run this call: {reason}")
+    return BY_NAME[backend]
+
+
+def explain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout_or_pattern: BlockLayout | Pattern,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    key_padding_mask: Tensor | None = None,
+    document_ids: Tensor | None = None,
+    return_lse: bool = False,
+    backend: str = "auto",
+) -> Explanation:
+    """Which backend `block_sparse_attention` would run with the same arguments, and why no other. Computes nothing."""
+    layout, extras = check_call(
+        q, k, v, layout_or_pattern, is_causal, scale, dropout_p, key_padding_mask, document_ids, return_lse
+    )
+    request = request_of(q, k, layout, extras, return_lse=return_lse)
+    chosen = choose(backend, request).name
+    reasons = {}
+    for name, module in BY_NAME.items():
+        ok, reason = module.can_run(request)
+        if name == chosen:
+            named = "named by the caller; " if backend != "auto" else ""
+            reasons[name] = f"chosen: {named}{reason}"
+        else:
+            reasons[name] = f"not needed, {chosen} comes first: {reason}" if ok else f"cannot: {reason}"
+    return Explanation(chosen, reasons)
+
+
+def check_call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout_or_pattern: BlockLayout | Pattern,
+    is_causal: bool,
+    scale: float | None,
+    dropout_p: float,
+    key_padding_mask: Tensor | None,
+    document_ids: Tensor | None,
+    return_lse: bool,
+) -> tuple[BlockLayout, Extras]:
+    """All arguments of a call checked; its layout and the rest. The dropout seed is still to be drawn."""
+    check_qkv(q, k, v)
+    check_flag("is_causal", is_causal)
+    check_flag("return_lse", return_lse)
+    check_masks(q, k, key_padding_mask, document_ids)
+    extras = Extras(
+        scale=check_scale(scale, q.shape[3]),
+        key_padding_mask=key_padding_mask,
+        document_ids=document_ids,
+        dropout_p=check_dropout(dropout_p),
+    )
+    return resolve_layout(q, k, layout_or_pattern, is_causal), extras

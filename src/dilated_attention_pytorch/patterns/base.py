@@ -1,0 +1,106 @@
+"""The pattern value, its two combinations, and one pattern per head."""
+
+from __future__ import annotations
+
+import abc
+from dataclasses import dataclass
+from typing import NoReturn
+
+
+class Pattern(abc.ABC):
+    """A rule on positions: may query *i* see key *j*? Subclasses are frozen dataclasses of integers."""
+
+    @abc.abstractmethod
+    def allows(self, query: int, key: int, seq_q: int, seq_k: int) -> bool:
+        """True if query number `query` of `seq_q` may attend to key number `key` of `seq_k`."""
+
+    @property
+    def block_sizes(self) -> frozenset[int]:
+        """The block sizes that the rule itself is written in; empty for rules on tokens."""
+        return frozenset()
+
+    def __and__(self, other: Pattern) -> Pattern:
+        return _combine(And, self, other)
+
+    def __or__(self, other: Pattern) -> Pattern:
+        return _combine(Or, self, other)
+
+    def __bool__(self) -> NoReturn:
+        raise TypeError(f"{self} has no truth value; combine patterns with & and |, not with 'and' and 'or'")
+
+
+def _combine(kind: type[And] | type[Or], left: Pattern, right: object) -> Pattern:
+    if not isinstance(right, Pattern):
+        return NotImplemented
+    if isinstance(left, PerHead) or isinstance(right, PerHead):
+        lefts, rights = _per_head(left, right)
+        return PerHead(tuple(kind((a, b)) for a, b in zip(lefts, rights, strict=True)))
+    return kind((left, right))
+
+
+def _per_head(left: Pattern, right: Pattern) -> tuple[tuple[Pattern, ...], tuple[Pattern, ...]]:
+    heads = [len(p.patterns) for p in (left, right) if isinstance(p, PerHead)]
+    if len(set(heads)) > 1:
+        raise ValueError(f"per-head patterns must have the same number of heads to be combined, got {heads}")
+    lefts = left.patterns if isinstance(left, PerHead) else (left,) * heads[0]
+    rights = right.patterns if isinstance(right, PerHead) else (right,) * heads[0]
+    return lefts, rights
+
+
+@dataclass(frozen=True)
+class _Combination(Pattern):
+    parts: tuple[Pattern, ...]
+
+    def __post_init__(self) -> None:
+        # (a & b) & c and a & (b & c) are one value.
+        flat = [q for p in self.parts for q in (p.parts if type(p) is type(self) else (p,))]
+        object.__setattr__(self, "parts", tuple(dict.fromkeys(flat)))
+
+    @property
+    def block_sizes(self) -> frozenset[int]:
+        return frozenset().union(*(p.block_sizes for p in self.parts))
+
+
+@dataclass(frozen=True)
+class And(_Combination):
+    """Allowed where every part allows: `a & b`."""
+
+    def allows(self, query: int, key: int, seq_q: int, seq_k: int) -> bool:
+        return all(p.allows(query, key, seq_q, seq_k) for p in self.parts)
+
+
+@dataclass(frozen=True)
+class Or(_Combination):
+    """Allowed where at least one part allows: `a | b`. A key still counts once."""
+
+    def allows(self, query: int, key: int, seq_q: int, seq_k: int) -> bool:
+        return any(p.allows(query, key, seq_q, seq_k) for p in self.parts)
+
+
+@dataclass(frozen=True)
+class PerHead(Pattern):
+    """One pattern per head. `&` and `|` act head by head; `allows` is a question for one of `patterns`."""
+
+    patterns: tuple[Pattern, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "patterns", tuple(self.patterns))
+        if not self.patterns:
+            raise ValueError("patterns must hold at least one pattern, got ()")
+        for p in self.patterns:
+            if not isinstance(p, Pattern) or isinstance(p, PerHead):
+                raise TypeError(f"patterns must hold one pattern per head, none of them per head itself, got {p!r}")
+
+    def allows(self, query: int, key: int, seq_q: int, seq_k: int) -> bool:
+        raise TypeError("a per-head pattern answers by head: ask per_head.patterns[h].allows(...)")
+
+    @property
+    def block_sizes(self) -> frozenset[int]:
+        return frozenset().union(*(p.block_sizes for p in self.patterns))
+
+
+def check_int(name: str, value: object, *, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name} must be an int, got {value!r}")
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}")

@@ -1,0 +1,101 @@
+"""`SparsePatternConfig`: the seeds' way to name a pattern."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from .base import Pattern
+from .blocks import DilatedBlocks, GlobalBlocks, LocalBlocks, check_block_size, check_ratio, hierarchical
+from .tokens import Causal
+
+DEFAULT_SEGMENT_LENGTHS = (2048, 4096, 8192)
+DEFAULT_DILATION_RATES = (1, 2, 4)
+
+# Levels are (stride in blocks, window in tokens).
+HIERARCHICAL_PRESETS = MappingProxyType(
+    {
+        "standard": ((1, 512), (4, 4096), (16, 32768)),
+        "fine_grained": ((1, 1024), (2, 4096), (8, 16384)),
+        "long_range": ((1, 256), (8, 16384), (64, 262144)),
+    }
+)
+
+# What each pattern type reads, and what it takes when nothing is said. Naming a field that the type does not read is
+# an error: it would be an argument accepted and dropped.
+_FIELDS: dict[str, dict[str, Any]] = {
+    "dilated_sparse": {"sparsity_ratio": 0.1},
+    "local_window": {"local_window_size": 512},
+    "global_local": {"local_window_size": 512, "global_tokens": 64},
+    "hierarchical": {"levels": HIERARCHICAL_PRESETS["standard"]},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparsePatternConfig:
+    """Which blocks to keep.
+
+    Args:
+        pattern_type: "dilated_sparse", "local_window", "global_local" or "hierarchical".
+        sparsity_ratio: share of blocks KEPT by dilated_sparse, in (0, 1]; 0.1 keeps a tenth.
+        block_size: tokens a block: 16, 32, 64, 128 or 256.
+        local_window_size: tokens of the local window of local_window and global_local.
+        global_tokens: how many first tokens every query of global_local sees (rounded up to whole blocks).
+        levels: (stride in blocks, window in tokens) pairs of hierarchical, or the name of a preset.
+    """
+
+    pattern_type: str = "dilated_sparse"
+    sparsity_ratio: float | None = None
+    block_size: int = 128
+    local_window_size: int | None = None
+    global_tokens: int | None = None
+    levels: Sequence[tuple[int, int]] | str | None = None
+
+    def __post_init__(self) -> None:
+        if self.pattern_type not in _FIELDS:
+            raise ValueError(f"pattern_type must be one of {sorted(_FIELDS)}, got {self.pattern_type!r}")
+        check_block_size("block_size", self.block_size)
+        used = _FIELDS[self.pattern_type]
+        for name in ("sparsity_ratio", "local_window_size", "global_tokens", "levels"):
+            if name in used and getattr(self, name) is None:
+                object.__setattr__(self, name, used[name])
+            elif name not in used and getattr(self, name) is not None:
+                raise ValueError(
+                    f"{name} has no meaning for pattern_type {self.pattern_type!r}, which reads "
+                    f"{sorted(used)}; got {name}={getattr(self, name)!r}"
+                )
+        if isinstance(self.levels, str):
+            if self.levels not in HIERARCHICAL_PRESETS:
+                raise ValueError(f"levels must be pairs or one of {sorted(HIERARCHICAL_PRESETS)}, got {self.levels!r}")
+            object.__setattr__(self, "levels", HIERARCHICAL_PRESETS[self.levels])
+        if self.levels is not None:
+            object.__setattr__(self, "levels", tuple((stride, window) for stride, window in self.levels))
+        if self.sparsity_ratio is not None:
+            check_ratio("sparsity_ratio", self.sparsity_ratio)
+        self.pattern()  # the patterns check the rest
+
+    @property
+    def uses_segments(self) -> bool:
+        return self.pattern_type == "dilated_sparse"
+
+    def pattern(
+        self,
+        segment_lengths: Sequence[int] = DEFAULT_SEGMENT_LENGTHS,
+        dilation_rates: Sequence[int] = DEFAULT_DILATION_RATES,
+        is_causal: bool = False,
+    ) -> Pattern:
+        """The pattern that this configuration names; segments matter to dilated_sparse alone."""
+        blocks: Pattern
+        if self.pattern_type == "dilated_sparse":
+            blocks = DilatedBlocks(
+                tuple(segment_lengths), tuple(dilation_rates), self.sparsity_ratio, self.block_size, is_causal
+            )
+        elif self.pattern_type == "hierarchical":
+            blocks = hierarchical(self.levels, block_size=self.block_size, causal=is_causal)
+        else:
+            blocks = LocalBlocks(self.local_window_size, block_size=self.block_size, causal=is_causal)
+            if self.pattern_type == "global_local":
+                blocks = blocks | GlobalBlocks(self.global_tokens, self.block_size)
+        return blocks & Causal() if is_causal else blocks
