@@ -204,7 +204,9 @@ class _Call:
         for sample in range(self.batch):
             if self.copied:
                 for key_head in range(self.key_heads):
-                    keys, values = (self._copy(n, x[sample, :, key_head]) for n, x in (("keys", self.k), ("values", self.v)))
+                    keys, values = (
+                        self._copy(n, x[sample, :, key_head]) for n, x in (("keys", self.k), ("values", self.v))
+                    )
                     yield from self._of_key_head(sample, key_head, self._ranges(RANGE_COPIED), keys, values)
             else:
                 for rows in self._ranges(RANGE_DIRECT):

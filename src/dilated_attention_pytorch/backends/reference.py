@@ -35,7 +35,7 @@ def allowed_pairs(layout: BlockLayout, heads: int, extras: Extras) -> Tensor:
 
 def attention(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, extras: Extras) -> tuple[Tensor, Tensor]:
     """One softmax over all allowed keys of a row (union: a key counts once). An empty row gives 0 and lse −inf."""
-    batch, seq_q, heads, _ = q.shape
+    batch, _seq_q, heads, _ = q.shape
     dtype = compute_dtype(q.dtype)
     k, v = (x.to(dtype).repeat_interleave(heads // x.shape[2], dim=2) for x in (k, v))
     scores = torch.einsum("bqhd,bkhd->bhqk", q.to(dtype) * extras.scale, k)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache, singledispatch
-from itertools import product
+from itertools import pairwise, product
 
 import torch
 from torch import Tensor
@@ -211,7 +211,7 @@ def _row_chunks(counts: Tensor) -> list[tuple[int, int]]:
     total = counts.cumsum(0)
     marks = torch.arange(CHUNK, int(total[-1]) + CHUNK, CHUNK, device=counts.device)
     edges = sorted({0, *(torch.searchsorted(total, marks, right=True)).tolist(), len(counts)})
-    return list(zip(edges[:-1], edges[1:], strict=True))
+    return list(pairwise(edges))
 
 
 def _ragged(rows: Tensor, first: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:

@@ -73,7 +73,9 @@ class AttentionCost:
     ) -> AttentionCost:
         copies, rest = divmod(batch * heads, layout.num_lists)
         if rest:
-            raise ValueError(f"batch · heads = {batch * heads} must be a multiple of the layout's {layout.num_lists} lists")
+            raise ValueError(
+                f"batch · heads = {batch * heads} must be a multiple of the layout's {layout.num_lists} lists"
+            )
         pairs = copies * num_pairs(layout)
         q = batch * heads * layout.seq_q * head_dim * itemsize
         kv = 2 * batch * heads_kv * layout.seq_k * head_dim * itemsize

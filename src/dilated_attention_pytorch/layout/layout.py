@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import InitVar, dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -19,6 +20,9 @@ from .rules import NOTHING, document_bounds, key_bounds
 
 # Positions and their sums with `patterns.tokens.UNBOUNDED` stay inside int32.
 MAX_SEQUENCE = 2**30
+
+# Entries that one sort of `by_key` takes on a CPU.
+_SORTED_AT_ONCE = 1 << 20
 
 NO_DOCUMENTS = torch.empty(2, 0, dtype=torch.int32)
 
@@ -76,7 +80,7 @@ class BlockLayout:
         """The blocks that `pattern` touches.
 
         Args:
-            block_size: tokens a block, or (block_q, block_k). Must divide the block sizes that the pattern is written in.
+            block_size: tokens a block, or (block_q, block_k); must divide the block sizes that the pattern is written in.
             num_heads: for a per-head pattern, checked against it; a plain pattern gives one list for all heads.
         """
         if not isinstance(pattern, Pattern):
@@ -104,6 +108,7 @@ class BlockLayout:
 
         table: list[list[Interval]] = []
         lists: dict[Pattern, BlockList] = {}
+        single = len(set(heads)) == 1
         for head in dict.fromkeys(heads):
             terms = build.terms_of(head)
             intervals = list(dict.fromkeys(term.interval for term in terms))
@@ -113,18 +118,21 @@ class BlockLayout:
                     f"{len(intervals)}: {head}"
                 )
             found = build.find_blocks(terms, intervals, documents, lengths, blocks)
+            # One rule for all needs no naming.
+            named = None if single and len(intervals) == 1 else len(table)
             lists[head] = BlockList.concat(
-                BlockList.pack(run.row, run.column, run.rule >= 0, run.rule + len(table), run.num_rows) for run in found
+                BlockList.pack(
+                    run.row, run.column, run.rule >= 0, None if named is None else run.rule + named, run.num_rows
+                )
+                for run in found
             )
             table += build.rule_table(intervals)
-        by_query = BlockList.concat(lists[head] for head in heads)
-        if len(table) == 1:
-            by_query = replace(by_query, rule_ids=by_query.rule_ids.new_empty(0))
+        by_query = lists[heads[0]] if len(heads) == 1 else BlockList.concat(lists[head] for head in heads)
         width = max(len(rule) for rule in table)
         table = [rule + [NOTHING] * (width - len(rule)) for rule in table]
         whole = {EVERYTHING: "full", EVERYTHING & Interval(right=0): "causal"}
         terms = build.terms_of(heads[0])
-        alone = len(set(heads)) == 1 and len(terms) == 1 and not terms[0].rules
+        alone = single and len(terms) == 1 and not terms[0].rules
         return cls(
             seq_q=seq_q,
             seq_k=seq_k,
@@ -200,20 +208,31 @@ class BlockLayout:
 
     @cached_property
     def by_key(self) -> BlockList:
-        """The same blocks by key block: row `list · num_k_blocks + key block` names query blocks. Made when asked for."""
-        row = self.by_query.row_of_entry()
-        partial = self.by_query.is_partial(row)
-        spare = row == self.by_query.num_rows
-        query_block = row % self.num_q_blocks
-        row = (row // self.num_q_blocks) * self.num_k_blocks + self.by_query.indices
+        """The same blocks by key block: row `list · num_k_blocks + key block` names query blocks. Made when asked."""
+        query_block = self.by_query.row_of_entry()
+        partial = self.by_query.is_partial(query_block)
         num_rows = self.num_lists * self.num_k_blocks
-        row = row.masked_fill_(spare, num_rows)
+        row = torch.div(query_block, self.num_q_blocks, rounding_mode="floor")
+        row.mul_(self.num_k_blocks).add_(self.by_query.indices)
+        row.masked_fill_(query_block == self.by_query.num_rows, num_rows)
+        query_block.remainder_(self.num_q_blocks)
         rule = self.by_query.rule_ids if self.by_query.rule_ids.numel() else None
-        return BlockList.pack(row, query_block, partial, rule, num_rows)
+        # Sorting needs several times the memory of what is sorted: on a CPU sort a range of rows at a time. (Elsewhere
+        # that would wait for the device.)
+        parts = min(-(-len(row) // _SORTED_AT_ONCE), num_rows) if self.device.type == "cpu" else 1
+        if parts <= 1:
+            return BlockList.pack(row, query_block, partial, rule, num_rows)
+        edges = [num_rows * part // parts for part in range(parts + 1)]
+        pieces = []
+        for start, stop in pairwise(edges):
+            here = ((row >= start) & (row < stop)).nonzero()[:, 0]
+            chosen = None if rule is None else rule[here]
+            pieces.append(BlockList.pack(row[here] - start, query_block[here], partial[here], chosen, stop - start))
+        return BlockList.concat(pieces)
 
     @property
     def causal(self) -> BlockLayout:
-        """This layout without the pairs in which the key comes after the query. Made once; in a graph, as part of it."""
+        """This layout without the pairs in which the key comes after the query. Made once; in a graph, part of it."""
         if self.kind == "causal":
             return self
         if torch.compiler.is_compiling():
@@ -350,7 +369,9 @@ class BlockLayout:
         if device == self.device:
             return self
         by_query = BlockList(*(t.to(device) for t in self.by_query.tensors()))
-        return replace(self, by_query=by_query, rules=self.rules.to(device), documents=self.documents.to(device), checked=True)
+        return replace(
+            self, by_query=by_query, rules=self.rules.to(device), documents=self.documents.to(device), checked=True
+        )
 
     def __repr__(self) -> str:
         lists = f", lists={list(self._list_shape)}" if self._list_shape else ""
@@ -374,9 +395,7 @@ def _block_pair(block_size: int | Sequence[int]) -> tuple[int, int]:
     return pair
 
 
-def _check_sizes(
-    seq_q: int, seq_k: int, block_size: int | tuple[int, int]
-) -> tuple[tuple[int, int], tuple[int, int]]:
+def _check_sizes(seq_q: int, seq_k: int, block_size: int | tuple[int, int]) -> tuple[tuple[int, int], tuple[int, int]]:
     for name, seq in (("seq_q", seq_q), ("seq_k", seq_k)):
         check_int(name, seq, least=1)
         if seq >= MAX_SEQUENCE:
@@ -407,11 +426,15 @@ def _check(layout: BlockLayout) -> None:
     if documents.shape not in ((2, 0), (2, lengths[0])):
         raise ValueError(f"documents must have shape [2, seq_q = {lengths[0]}] or [2, 0], got {list(documents.shape)}")
     if len(lists.rule_ids) != len(lists.indices) and not (lists.rule_ids.numel() == 0 and len(rules) == 1):
-        raise ValueError(f"rule_ids must name a rule for each of {len(lists.indices)} blocks, got {len(lists.rule_ids)}")
+        raise ValueError(
+            f"rule_ids must name a rule for each of {len(lists.indices)} blocks, got {len(lists.rule_ids)}"
+        )
     edges = torch.stack((lists.offsets[:-1], lists.splits, lists.offsets[1:]))
     if lists.offsets[0] != 0 or (edges.diff(dim=0) < 0).any() or lists.offsets[-1] > len(lists.indices):
-        raise ValueError(f"offsets and splits must ascend from 0 to at most {len(lists.indices)}, the number of indices")
-    _, query_block, key_block, rule = layout.entries()
+        raise ValueError(
+            f"offsets and splits must ascend from 0 to at most {len(lists.indices)}, the number of indices"
+        )
+    _, _query_block, key_block, rule = layout.entries()
     if ((key_block < 0) | (key_block >= layout.num_k_blocks)).any():
         raise ValueError(
             f"indices must be key blocks from 0 to {layout.num_k_blocks - 1}, got "

@@ -31,10 +31,10 @@ class BlockList:
     @classmethod
     def pack(cls, row: Tensor, column: Tensor, partial: Tensor, rule: Tensor | None, num_rows: int) -> BlockList:
         """From entries in any row order whose columns ascend within (row, state). Rows of `num_rows` are dropped."""
-        key, order = (row * 2 + partial).sort(stable=True)
+        key, order = (row * 2).add_(partial).sort(stable=True)
         edges = torch.arange(2 * num_rows + 1, dtype=key.dtype, device=key.device)
         place = torch.searchsorted(key, edges, out_int32=True)
-        del key
+        del key  # as large as the result: the memory of a build is a promise
         rule_ids = row.new_empty(0, dtype=torch.int32) if rule is None else rule[order].clamp_(min=0).int()
         # Copies, not views of `place`: a layout holds what it says it holds and nothing else.
         return cls(place[::2].clone(), place[1::2].clone(), column[order].int(), rule_ids)

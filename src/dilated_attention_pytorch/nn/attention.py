@@ -64,7 +64,7 @@ class BlockSparseAttention(nn.Module):
 
         With `return_attention_weights` also the weights before dropout, by active block, never the dense matrix.
         """
-        attend = attention_with_weights if return_attention_weights else block_sparse_attention
+        attend: Any = attention_with_weights if return_attention_weights else block_sparse_attention
         return attend(
             q,
             k,
@@ -119,9 +119,7 @@ class BlockSparseRingDilatedAttention(BlockSparseAttention):
         self.segment_lengths = tuple(segment_lengths or DEFAULT_SEGMENT_LENGTHS)
         self.dilation_rates = tuple(dilation_rates or DEFAULT_DILATION_RATES)
         pattern = config.pattern(self.segment_lengths, self.dilation_rates)
-        super().__init__(
-            pattern, scale=scale, dropout=dropout, attention_dropout=attention_dropout, backend=backend
-        )
+        super().__init__(pattern, scale=scale, dropout=dropout, attention_dropout=attention_dropout, backend=backend)
 
     def pattern(self, is_causal: bool = False) -> Pattern:
         """The pattern of a call. The causal one is not the other one cut: its window and its budget look back only."""

@@ -122,10 +122,9 @@ class BlockSparseRingMultiheadDilatedAttention(nn.Module):
         result = self.attention(
             q, k, v, is_causal, with_weights, key_padding_mask=key_padding_mask, document_ids=document_ids
         )
-        out, weights = result if with_weights else (result, None)
-        out = self.out_proj(out.flatten(2))
+        out = self.out_proj((result[0] if with_weights else result).flatten(2))
         out = out if self.batch_first else out.transpose(0, 1)
-        return (out, weights) if with_weights else out
+        return (out, result[1]) if with_weights else out
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> Sequence[Tensor]:
         if "in_proj_weight" in self._parameters:

@@ -206,7 +206,9 @@ _forward.register_autograd(_differentiate, setup_context=_save)
 
 
 def _no_second_derivative(ctx: Any, *grads: Tensor) -> None:
-    raise RuntimeError("block_sparse_attention has no second derivative; use backend='reference' to differentiate twice")
+    raise RuntimeError(
+        "block_sparse_attention has no second derivative; use backend='reference' to differentiate twice"
+    )
 
 
 _backward.register_autograd(_no_second_derivative)

@@ -122,10 +122,13 @@ def _remembered(pattern: Pattern, is_causal: bool, seq_q: int, seq_k: int, devic
     return layout_for(pattern, seq_q, seq_k, block_size, device)
 
 
-@torch.compiler.assume_constant_result
 def _as_constants(
     pattern: Pattern, is_causal: bool, seq_q: int, seq_k: int, device: torch.device
 ) -> tuple[list[Tensor], list[int], str | None]:
     """The same for torch.compile, which takes a layout as it is instead of tracing how it is built."""
     layout = _remembered(pattern, is_causal, seq_q, seq_k, device)
     return *layout.flatten(), layout.kind
+
+
+# What torch.compiler.assume_constant_result does, without importing torch's whole compiler with this package.
+_as_constants._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -86,9 +86,7 @@ class LocalBlocks(BlockPattern):
         return [j for j in steps if 0 <= j < num_blocks]
 
 
-def hierarchical(
-    levels: Sequence[tuple[int, int]], *, block_size: int = 128, causal: bool = False
-) -> Pattern:
+def hierarchical(levels: Sequence[tuple[int, int]], *, block_size: int = 128, causal: bool = False) -> Pattern:
     """The union of levels (stride, window): within `window` tokens, every `stride`-th block."""
     if not levels:
         raise ValueError("levels must hold at least one (stride, window) pair, got ()")

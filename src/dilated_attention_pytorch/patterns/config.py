@@ -66,12 +66,13 @@ class SparsePatternConfig:
                     f"{name} has no meaning for pattern_type {self.pattern_type!r}, which reads "
                     f"{sorted(used)}; got {name}={getattr(self, name)!r}"
                 )
-        if isinstance(self.levels, str):
-            if self.levels not in HIERARCHICAL_PRESETS:
-                raise ValueError(f"levels must be pairs or one of {sorted(HIERARCHICAL_PRESETS)}, got {self.levels!r}")
-            object.__setattr__(self, "levels", HIERARCHICAL_PRESETS[self.levels])
-        if self.levels is not None:
-            object.__setattr__(self, "levels", tuple((stride, window) for stride, window in self.levels))
+        levels = self.levels
+        if isinstance(levels, str):
+            if levels not in HIERARCHICAL_PRESETS:
+                raise ValueError(f"levels must be pairs or one of {sorted(HIERARCHICAL_PRESETS)}, got {levels!r}")
+            levels = HIERARCHICAL_PRESETS[levels]
+        if levels is not None:
+            object.__setattr__(self, "levels", tuple((stride, window) for stride, window in levels))
         if self.sparsity_ratio is not None:
             check_ratio("sparsity_ratio", self.sparsity_ratio)
         self.pattern()  # the patterns check the rest
@@ -88,14 +89,14 @@ class SparsePatternConfig:
     ) -> Pattern:
         """The pattern that this configuration names; segments matter to dilated_sparse alone."""
         blocks: Pattern
+        field: Any = self  # those that the type reads are never None
         if self.pattern_type == "dilated_sparse":
-            blocks = DilatedBlocks(
-                tuple(segment_lengths), tuple(dilation_rates), self.sparsity_ratio, self.block_size, is_causal
-            )
+            segments = tuple(segment_lengths), tuple(dilation_rates)
+            blocks = DilatedBlocks(*segments, field.sparsity_ratio, self.block_size, is_causal)
         elif self.pattern_type == "hierarchical":
-            blocks = hierarchical(self.levels, block_size=self.block_size, causal=is_causal)
+            blocks = hierarchical(field.levels, block_size=self.block_size, causal=is_causal)
         else:
-            blocks = LocalBlocks(self.local_window_size, block_size=self.block_size, causal=is_causal)
+            blocks = LocalBlocks(field.local_window_size, block_size=self.block_size, causal=is_causal)
             if self.pattern_type == "global_local":
-                blocks = blocks | GlobalBlocks(self.global_tokens, self.block_size)
+                blocks = blocks | GlobalBlocks(field.global_tokens, self.block_size)
         return blocks & Causal() if is_causal else blocks

@@ -28,8 +28,8 @@ class Interval(NamedTuple):
     same_document: int = 0
 
     def __and__(self, other: Interval) -> Interval:
-        *bounds, _ = (min(a, b) for a, b in zip(self, other, strict=True))
-        return Interval(*bounds, same_document=max(self.same_document, other.same_document))
+        left, right, key_stop, query_stop, _ = (min(a, b) for a, b in zip(self, other, strict=True))
+        return Interval(left, right, key_stop, query_stop, max(self.same_document, other.same_document))
 
 
 EVERYTHING = Interval()

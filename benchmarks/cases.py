@@ -1,0 +1,277 @@
+"""What the benchmarks share: the machine they ran on, timing, inputs, block masks, and the gate before every timing.
+
+Nothing to run here; see `benchmarks/cpu.py`.
+
+- `environment()` names what a number depends on: versions, processor, threads, commit, date.
+- `interleave({name: callable}, repeats)` times all contenders in turn, again and again: a machine that slows down
+  slows down all of them. Probes, the machine's own rates, run beside each.
+- `random_mask`, `flex_mask`: the same random blocks for this library and for FlexAttention.
+- `Gate` compares a contender with float64 attention, computed by PyTorch over just the keys that a query sees, before
+  anything is timed; a wrong one raises `GateError`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+import statistics
+import subprocess
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import BlockMask
+from torch.nn.functional import scaled_dot_product_attention
+
+import dilated_attention_pytorch
+from dilated_attention_pytorch import BlockLayout
+
+HERE = Path(__file__).resolve().parent
+
+# Largest error ÷ largest value. float32 stays near 1e-6 at every length here; a missing block makes it 1e-2 and more.
+TOLERANCE = 2e-5
+
+
+def environment() -> dict[str, Any]:
+    """What a number depends on besides the code."""
+    return {
+        "library": dilated_attention_pytorch.__version__,
+        "commit": commit(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "cpu": cpu_model(),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def commit() -> str:
+    """The commit, marked "-dirty" when the tree differs from it; results of earlier runs do not count."""
+
+    def git(*args: str) -> str:
+        return subprocess.run(["git", "-C", HERE.parent, *args], capture_output=True, text=True, check=True).stdout
+
+    try:
+        changed = git("status", "--porcelain", "--", ":/", ":(top,exclude)benchmarks/results")
+        return git("rev-parse", "HEAD").strip() + ("-dirty" if changed.strip() else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of every call, in order."""
+
+    times: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.times)
+
+    @property
+    def min(self) -> float:
+        return min(self.times)
+
+    def record(self) -> dict[str, Any]:
+        return {"median": self.median, "min": self.min, "times": list(self.times)}
+
+
+Contenders = Mapping[str, Callable[[], object]]
+
+
+def interleave(
+    contenders: Contenders, repeats: int | Mapping[str, int], probes: Contenders | None = None
+) -> dict[str, Timing]:
+    """Time all contenders in turn, `repeats` times over; a contender with fewer repeats is spread over the turns.
+
+    Args:
+        probes: timed once after every timing of a contender.
+    """
+    counts = dict.fromkeys(contenders, repeats) if isinstance(repeats, int) else repeats
+    probes = probes or {}
+    turns = max(counts.values())
+    times: dict[str, list[float]] = {name: [] for name in (*contenders, *probes)}
+    for turn in range(turns):
+        for name, run in contenders.items():
+            if (turn + 1) * counts[name] // turns == turn * counts[name] // turns:
+                continue
+            times[name].append(seconds(run))
+            for probe, run_probe in probes.items():
+                times[probe].append(seconds(run_probe))
+    return {name: Timing(tuple(each)) for name, each in times.items()}
+
+
+def seconds(run: Callable[[], object]) -> float:
+    start = perf_counter()
+    run()
+    return perf_counter() - start
+
+
+@dataclass
+class Probes:
+    """The machine's own rates: a plain square matmul, and a copy much larger than the caches."""
+
+    side: int = 2048
+    floats: int = 1 << 25
+    _matrix: Tensor = field(init=False, repr=False)
+    _from: Tensor = field(init=False, repr=False)
+    _to: Tensor = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._matrix = torch.randn(self.side, self.side)
+        self._from, self._to = torch.randn(self.floats), torch.zeros(self.floats)
+
+    def contenders(self) -> Contenders:
+        return {"matmul": lambda: self._matrix @ self._matrix, "copy": lambda: self._to.copy_(self._from)}
+
+    def rates(self, timings: Mapping[str, Timing]) -> dict[str, float]:
+        """FLOP/s of the matmul, bytes/s (read and written) of the copy."""
+        return {
+            "matmul_flops": 2 * self.side**3 / timings["matmul"].median,
+            "copy_bytes": 2 * 4 * self.floats / timings["copy"].median,
+        }
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """q, k, v and the gradient of the output, (batch, seq, heads, head_dim), and the same with the heads first.
+
+    FlexAttention and SDPA get contiguous tensors in the order they like best, so that no copy is held against them.
+    """
+
+    ours: tuple[Tensor, Tensor, Tensor]
+    grad: Tensor
+
+    @classmethod
+    def make(cls, tokens: int, heads: int, head_dim: int, seed: int = 0) -> Inputs:
+        generator = torch.Generator().manual_seed(seed)
+        q, k, v, do = (torch.randn(1, tokens, heads, head_dim, generator=generator) for _ in range(4))
+        return cls((q, k, v), do)
+
+    @property
+    def heads_first(self) -> tuple[Tensor, ...]:
+        return tuple(heads_first(x) for x in self.ours)
+
+
+def heads_first(x: Tensor) -> Tensor:
+    return x.transpose(1, 2).contiguous()
+
+
+def random_mask(num_blocks: int, density: float, seed: int = 0) -> Tensor:
+    """bool [num_blocks, num_blocks] with exactly max(1, round(density · num_blocks)) random blocks in every row."""
+    count = max(1, round(density * num_blocks))
+    draw = torch.rand(num_blocks, num_blocks, generator=torch.Generator().manual_seed(seed))
+    chosen = draw.topk(count, dim=1).indices
+    return torch.zeros(num_blocks, num_blocks, dtype=torch.bool).scatter_(1, chosen, True)
+
+
+def flex_mask(mask: Tensor, block: int) -> BlockMask:
+    """The same blocks for FlexAttention, all of them full: it computes no mask inside a block either."""
+    count = mask.sum(1, dtype=torch.int32)[None, None]
+    # Every row is padded to all columns: masks of one length then share one compiled kernel.
+    order = mask.int().argsort(dim=1, descending=True, stable=True).int()[None, None]
+    lengths = (mask.shape[0] * block, mask.shape[1] * block)
+    return BlockMask.from_kv_blocks(
+        torch.zeros_like(count), torch.zeros_like(order), count, order, BLOCK_SIZE=block, seq_lengths=lengths
+    )
+
+
+def random_blocks(tokens: int, density: float, block: int, seed: int = 0) -> tuple[BlockLayout, BlockMask]:
+    """One random block mask, for this library and for FlexAttention."""
+    mask = random_mask(tokens // block, density, seed)
+    return BlockLayout.from_block_mask(mask, block), flex_mask(mask, block)
+
+
+class GateError(RuntimeError):
+    """A contender computes something else."""
+
+
+@dataclass
+class Gate:
+    """What was compared, and how far apart it was."""
+
+    checks: list[dict[str, Any]] = field(default_factory=list)
+
+    def check(self, case: str, contender: str, against: str, got: Tensor, want: Tensor) -> None:
+        error = float((got - want).abs().max() / want.abs().max())
+        self.checks.append(
+            {"case": case, "contender": contender, "against": against, "error": error, "tolerance": TOLERANCE}
+        )
+        if not error <= TOLERANCE:  # written so that NaN fails
+            shown = "NaN" if math.isnan(error) else f"{error:.1e}"
+            raise GateError(f"{case}: {contender} differs from {against} by {shown}, more than {TOLERANCE:.0e}")
+
+    @property
+    def worst(self) -> float:
+        return max((check["error"] for check in self.checks), default=0.0)
+
+
+def rows_to_check(layout: BlockLayout, whole: int) -> list[int]:
+    """All query blocks of a layout of up to `whole` tokens; else the first, the last and one between."""
+    last = layout.num_q_blocks - 1
+    return list(range(last + 1)) if layout.seq_q <= whole else [0, last * 5 // 8, last]
+
+
+def tokens_of(rows: list[int], block: int) -> Tensor:
+    return (torch.tensor(rows)[:, None] * block + torch.arange(block)).flatten()
+
+
+def expected(inputs: Inputs, layout: BlockLayout, rows: list[int], *, gradients: bool = False) -> dict[str, Tensor]:
+    """Attention of some query blocks in float64, by PyTorch, over the keys that they see.
+
+    Returns:
+        "out" of these rows; with gradients also "dq" of these rows, and "dk" and "dv" of all keys, for an output
+        gradient that is 0 outside the rows.
+    """
+    q, k, v = inputs.ours
+    found: dict[str, list[Tensor]] = {"out": [], "dq": []}
+    dk, dv = (torch.zeros_like(x, dtype=torch.float64) if gradients else None for x in (k, v))
+    for row in rows:
+        mine = slice(row * layout.block_q, (row + 1) * layout.block_q)
+        keys, allowed = _seen(layout, row)
+        parts = [x.double().transpose(1, 2).requires_grad_(gradients) for x in (q[:, mine], k[:, keys], v[:, keys])]
+        with sdpa_kernel(SDPBackend.MATH):
+            out = scaled_dot_product_attention(*parts, attn_mask=allowed)
+        found["out"].append(out.detach().transpose(1, 2))
+        if gradients:
+            grads = torch.autograd.grad(out, parts, inputs.grad[:, mine].double().transpose(1, 2))
+            dq_row, dk_row, dv_row = (x.transpose(1, 2) for x in grads)
+            found["dq"].append(dq_row)
+            dk.index_add_(1, keys, dk_row)
+            dv.index_add_(1, keys, dv_row)
+    result = {name: torch.cat(parts, dim=1) for name, parts in found.items() if parts}
+    return {**result, "dk": dk, "dv": dv} if gradients else result
+
+
+def _seen(layout: BlockLayout, row: int) -> tuple[Tensor, Tensor]:
+    """The keys in the active blocks of a row, and which of them each query sees. Layouts with one list only."""
+    lists = layout.by_query
+    start, split, stop = int(lists.offsets[row]), int(lists.splits[row]), int(lists.offsets[row + 1])
+    blocks = lists.indices[start:stop].long()
+    rules = lists.rule_ids[start:stop] if lists.rule_ids.numel() else torch.zeros_like(blocks)
+    allowed = layout.token_mask(torch.full_like(blocks, row), blocks, rules)
+    allowed[: split - start] = True
+    keys = (blocks[:, None] * layout.block_k + torch.arange(layout.block_k)).flatten()
+    return keys, allowed.transpose(0, 1).flatten(1)
+
+
+def write_json(path: Path, record: Mapping[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")

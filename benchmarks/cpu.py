@@ -1,0 +1,569 @@
+"""The CPU benchmark: this library beside compiled FlexAttention, dense SDPA and what the machine can do.
+
+    python benchmarks/cpu.py                  # all of it, about 12 minutes on 2 cores
+    python benchmarks/cpu.py --quick          # tiny sizes, to see that it works
+    python benchmarks/cpu.py --only training  # one of forward, training, memory, flat
+    python benchmarks/cpu.py --skip-flex      # without FlexAttention, which needs a C++ compiler
+    python benchmarks/cpu.py --out elsewhere/cpu.json
+
+One run, one process, same inputs: float32, batch 1, 8 heads × 64, blocks of 128 tokens. Every contender's output is
+compared with float64 attention before it is timed, and whole outputs with each other; a wrong one ends the run with
+exit status 1. Contenders take turns, and the machine's plain 2048³ matmul and a large copy run beside each of them.
+
+forward   Random blocks, the same for all. Ratios are of median times: `flex_ratio` is FlexAttention's time ÷ ours,
+          `dense_ratio` is dense SDPA's time × the real density ÷ ours. FlexAttention's compilation is timed apart.
+training  Forward and backward, `dense_ratio` as above. FlexAttention has no backward on a CPU.
+memory    Peak of a fresh process above its state before q, k, v exist, in units of what must exist: q, k, v, out;
+          with their gradients for a training step.
+flat      Time per token of the forward at 8 blocks a row, by length.
+
+Dense SDPA is measured up to 16,384 tokens; above that its time is scaled by the square of the length, and the record
+says `extrapolated`. GFLOP/s count the active blocks. `times_floor` is our time over the larger of two least times:
+the FLOPs at the matmul's rate, and the bytes at the copy's.
+
+Writes the full record to --out (benchmarks/results/cpu.json; cpu-quick.json, cpu-training.json and so on for parts)
+and a plot beside it. The last line on stdout is the summary as JSON; progress goes to stderr.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.functional import scaled_dot_product_attention
+
+from cases import (
+    HERE,
+    Gate,
+    GateError,
+    Inputs,
+    Probes,
+    Timing,
+    environment,
+    expected,
+    flex_mask,
+    heads_first,
+    interleave,
+    random_mask,
+    rows_to_check,
+    seconds,
+    tokens_of,
+    write_json,
+)
+from dilated_attention_pytorch import (
+    AttentionCost,
+    BlockLayout,
+    Full,
+    RandomBlocks,
+    SlidingWindow,
+    block_sparse_attention,
+    explain,
+)
+from dilated_attention_pytorch.memory import can_measure, measure_peak
+from report import as_text, draw
+
+HEADS, HEAD_DIM, BLOCK, ITEMSIZE = 8, 64, 128, 4
+SECTIONS = ("forward", "training", "memory", "flat")
+MEMORY_BLOCKS = 10  # a row
+FLAT_PATTERNS = {"window": SlidingWindow(left=7 * BLOCK, right=0), "random": RandomBlocks(8, block_size=BLOCK)}
+
+# name → (target, whether more is better). Flat: the slowest length ÷ the fastest.
+TARGETS = {
+    "flex_ratio": (1.15, True),
+    "full_density_ratio": (1 / 1.1, True),
+    "training_ratio": (0.7, True),
+    "memory_forward": (1.15, False),
+    "memory_training": (1.25, False),
+    "flat_window": (1.1, False),
+    "flat_random": (1.1, False),
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Sizes; {tokens: repeats} where something is timed."""
+
+    forward: Mapping[int, int]
+    training: Mapping[int, int]
+    flat: Mapping[int, int]
+    dense_limit: int  # tokens up to which dense SDPA is measured
+    memory_tokens: int
+    whole: int  # tokens up to which the gate looks at every row
+    densities: Sequence[float] = (0.01, 0.05, 0.1)
+    long_training_densities: Sequence[float] = (0.01, 0.05)  # beyond dense_limit
+
+
+PLAN = Plan(
+    forward={4096: 5, 8192: 3, 16384: 2, 32768: 2, 65536: 2},
+    training={4096: 3, 8192: 2, 16384: 2, 65536: 1},
+    flat={16384: 3, 65536: 3, 262144: 2, 524288: 2},
+    dense_limit=16384,
+    memory_tokens=131072,
+    whole=4096,
+)
+QUICK = Plan(
+    forward={1024: 2, 2048: 2, 4096: 2},
+    training={2048: 2, 4096: 1},
+    flat={2048: 2, 4096: 2},
+    dense_limit=2048,
+    memory_tokens=8192,
+    whole=1024,
+    densities=(0.1,),
+    long_training_densities=(0.1,),
+)
+
+
+@dataclass
+class Run:
+    """What the sections share."""
+
+    plan: Plan
+    flex: bool
+    gate: Gate = field(default_factory=Gate)
+    probes: Probes = field(default_factory=Probes)
+    started: float = field(default_factory=perf_counter)
+
+    def say(self, text: str) -> None:
+        print(f"[{perf_counter() - self.started:6.1f} s] {text}", file=sys.stderr, flush=True)
+
+    def race(
+        self, contenders: Mapping[str, Callable[[], object]], repeats: int | Mapping[str, int]
+    ) -> tuple[dict[str, Timing], dict[str, float]]:
+        """The contenders' timings, and the machine's rates meanwhile."""
+        timings = interleave(contenders, repeats, self.probes.contenders())
+        return timings, self.probes.rates(timings)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layout to attend over, and the same blocks for FlexAttention."""
+
+    density: float
+    layout: BlockLayout
+    flex_mask: BlockMask | None
+    layout_seconds: float
+
+    @classmethod
+    def make(cls, tokens: int, density: float, *, flex: bool) -> Case:
+        num_blocks = tokens // BLOCK
+        mask = random_mask(num_blocks, density)
+        start = perf_counter()
+        if density == 1.0:
+            layout = BlockLayout.from_pattern(Full(), tokens, block_size=BLOCK)
+        else:
+            layout = BlockLayout.from_block_mask(mask, BLOCK)
+        took = perf_counter() - start
+        return cls(density, layout, flex_mask(mask, BLOCK) if flex else None, took)
+
+    @property
+    def cost(self) -> AttentionCost:
+        return self.layout.cost(batch=1, heads=HEADS, head_dim=HEAD_DIM, itemsize=ITEMSIZE)
+
+    @property
+    def record(self) -> dict[str, Any]:
+        return {
+            "tokens": self.layout.seq_q,
+            "density": self.density,
+            "real_density": self.layout.block_density,
+            "blocks_a_row": self.layout.num_active_blocks / self.layout.num_q_blocks,
+            "active_blocks": self.layout.num_active_blocks,
+            "layout_seconds": self.layout_seconds,
+        }
+
+
+def dense_at(tokens: int, measured: Mapping[int, Timing]) -> dict[str, Any]:
+    """Dense SDPA at a length: as measured, or scaled by the square of the length and marked so."""
+    if tokens in measured:
+        return {**measured[tokens].record(), "extrapolated": False}
+    longest = max(measured)
+    scaled = measured[longest].median * (tokens / longest) ** 2
+    return {"median": scaled, "extrapolated": True, "measured_tokens": longest}
+
+
+def floor(flops: int, nbytes: int, rates: Mapping[str, float], ours: float) -> dict[str, Any]:
+    """The least time that the arithmetic and the traffic take on this machine, and how far ours is from it."""
+    least = {"flops_seconds": flops / rates["matmul_flops"], "bytes_seconds": nbytes / rates["copy_bytes"]}
+    return {"flops": flops, "bytes": nbytes, **least, "times_floor": ours / max(least.values())}
+
+
+# --- forward ---------------------------------------------------------------------------------------------------------
+
+
+def forward(run: Run) -> dict[str, Any]:
+    rows, compiled, dense = [], [], {}
+    for tokens, repeats in run.plan.forward.items():
+        with torch.no_grad():
+            inputs = Inputs.make(tokens, HEADS, HEAD_DIM)
+            full = (1.0,) if tokens <= run.plan.dense_limit else ()
+            cases = [Case.make(tokens, density, flex=run.flex) for density in (*run.plan.densities, *full)]
+            contenders, owners = _forward_contenders(run, inputs, cases, compiled)
+            _gate_forward(run, inputs, cases, contenders, owners)
+            run.say(f"forward, {tokens} tokens: {repeats} × {len(contenders)} contenders")
+            timings, rates = run.race(contenders, repeats)
+        if "dense" in timings:
+            dense[tokens] = timings["dense"]
+        for case in cases:
+            backend = explain(*inputs.ours, case.layout).chosen
+            rows.append({**_forward_row(case, timings, rates, dense_at(tokens, dense)), "backend": backend})
+    note = None if run.flex else "FlexAttention was left out with --skip-flex"
+    return {"rows": rows, "flex_compile": compiled, "flex_note": note}
+
+
+def _forward_contenders(
+    run: Run, inputs: Inputs, cases: Sequence[Case], compiled: list[dict[str, Any]]
+) -> tuple[dict[str, Callable[[], Tensor]], dict[str, Case | None]]:
+    """What is timed, each giving (batch, seq, heads, head_dim), and whose case it is; dense SDPA has none."""
+    tokens, native = inputs.grad.shape[1], inputs.heads_first
+    contenders: dict[str, Callable[[], Tensor]] = {}
+    owners: dict[str, Case | None] = {}
+    flex = _compile_flex(run, native, cases[0], compiled) if run.flex else None
+    for case in cases:
+        ours, theirs = f"ours {case.density}", f"flex {case.density}"
+        contenders[ours] = lambda case=case: block_sparse_attention(*inputs.ours, case.layout)
+        owners[ours] = case
+        if flex is not None:
+            contenders[theirs] = lambda case=case: flex(*native, block_mask=case.flex_mask).transpose(1, 2)
+            owners[theirs] = case
+    if tokens <= run.plan.dense_limit:
+        contenders["dense"] = lambda: scaled_dot_product_attention(*native).transpose(1, 2)
+        owners["dense"] = None
+    return contenders, owners
+
+
+def _compile_flex(
+    run: Run, native: tuple[Tensor, ...], case: Case, compiled: list[dict[str, Any]]
+) -> Callable[..., Tensor]:
+    """FlexAttention compiled for this length; the first call minus a second one is what that takes."""
+    tokens = native[0].shape[2]
+    run.say(f"forward, {tokens} tokens: compiling FlexAttention")
+    torch._dynamo.reset()
+    flex = torch.compile(flex_attention, dynamic=False)
+    first, second = (seconds(lambda: flex(*native, block_mask=case.flex_mask)) for _ in range(2))
+    compiled.append({"tokens": tokens, "compile_seconds": first - second})
+    return flex
+
+
+def _gate_forward(
+    run: Run,
+    inputs: Inputs,
+    cases: Sequence[Case],
+    contenders: Mapping[str, Callable[[], Tensor]],
+    owners: Mapping[str, Case | None],
+) -> None:
+    """Every contender against float64 in some rows, and FlexAttention and SDPA against ours in all."""
+    tokens = inputs.grad.shape[1]
+    run.say(f"forward, {tokens} tokens: checking {len(contenders)} contenders")
+    for case in cases:
+        rows = rows_to_check(case.layout, run.plan.whole)
+        at, want = tokens_of(rows, BLOCK), expected(inputs, case.layout, rows)["out"]
+        name, ours = f"forward, {tokens} tokens, density {case.density}", None
+        # Ours comes first. Dense SDPA belongs to the layout that leaves nothing out.
+        for contender, owner in owners.items():
+            if owner is not case and not (owner is None and case.density == 1.0):
+                continue
+            got = contenders[contender]()
+            run.gate.check(name, contender, f"float64 in {len(rows)} query blocks", got[:, at], want)
+            if ours is None:
+                ours = got
+            else:
+                run.gate.check(name, contender, "ours, all rows", got, ours)
+
+
+def _forward_row(
+    case: Case, timings: Mapping[str, Timing], rates: Mapping[str, float], dense: dict[str, Any]
+) -> dict[str, Any]:
+    cost, ours, flex = case.cost, timings[f"ours {case.density}"], timings.get(f"flex {case.density}")
+    flops = 4 * cost.block_pairs * HEAD_DIM
+    dense_flops = flops / case.layout.block_density
+    return {
+        **case.record,
+        "ours": {**ours.record(), "gflops": flops / ours.median / 1e9},
+        "flex": None if flex is None else {**flex.record(), "gflops": flops / flex.median / 1e9},
+        "dense": {**dense, "gflops": dense_flops / dense["median"] / 1e9},
+        "matmul_gflops": rates["matmul_flops"] / 1e9,
+        "copy_gbytes": rates["copy_bytes"] / 1e9,
+        "flex_ratio": None if flex is None else flex.median / ours.median,
+        "dense_ratio": dense["median"] * case.layout.block_density / ours.median,
+        "matmul_share": flops / ours.median / rates["matmul_flops"],
+        "floor": floor(cost.forward_flops, cost.forward_bytes, rates, ours.median),
+    }
+
+
+# --- training --------------------------------------------------------------------------------------------------------
+
+
+Step = Callable[[Tensor], tuple[Tensor, ...]]
+
+
+def training(run: Run) -> dict[str, Any]:
+    rows, dense = [], {}
+    for tokens, repeats in run.plan.training.items():
+        inputs = Inputs.make(tokens, HEADS, HEAD_DIM)
+        measured = tokens <= run.plan.dense_limit
+        densities = run.plan.densities if measured else run.plan.long_training_densities
+        cases = {f"ours {density}": Case.make(tokens, density, flex=False) for density in densities}
+        steps = {name: _our_step(inputs, case.layout) for name, case in cases.items()}
+        layouts = {name: case.layout for name, case in cases.items()}
+        if measured:
+            steps["dense"] = _dense_step(inputs)
+            layouts["dense"] = BlockLayout.from_pattern(Full(), tokens, block_size=BLOCK)
+        _gate_training(run, inputs, steps, layouts)
+        run.say(f"training, {tokens} tokens: {repeats} × {len(steps)} contenders")
+        contenders = {name: lambda step=step: step(inputs.grad) for name, step in steps.items()}
+        timings, rates = run.race(contenders, repeats)
+        if measured:
+            dense[tokens] = timings["dense"]
+        rows += [_training_row(case, timings[name], rates, dense_at(tokens, dense)) for name, case in cases.items()]
+    return {"rows": rows, "flex_note": "FlexAttention has no backward on a CPU"}
+
+
+def _our_step(inputs: Inputs, layout: BlockLayout) -> Step:
+    """Output gradient → (out, dq, dk, dv)."""
+    leaves = [x.clone().requires_grad_() for x in inputs.ours]
+
+    def step(do: Tensor) -> tuple[Tensor, ...]:
+        out = block_sparse_attention(*leaves, layout)
+        return out.detach(), *torch.autograd.grad(out, leaves, do)
+
+    return step
+
+
+def _dense_step(inputs: Inputs) -> Step:
+    leaves = [x.requires_grad_() for x in inputs.heads_first]
+    native = {}  # the output gradient with the heads first: its copy is not the contender's to pay
+
+    def step(do: Tensor) -> tuple[Tensor, ...]:
+        if native.get("of") is not do:
+            native.update({"of": do, "do": heads_first(do)})
+        out = scaled_dot_product_attention(*leaves)
+        return tuple(x.transpose(1, 2) for x in (out.detach(), *torch.autograd.grad(out, leaves, native["do"])))
+
+    return step
+
+
+def _gate_training(run: Run, inputs: Inputs, steps: Mapping[str, Step], layouts: Mapping[str, BlockLayout]) -> None:
+    """Output and gradients against float64, for an output gradient that is 0 outside the rows that are looked at.
+
+    Such a gradient reaches every key that the rows see, and float64 needs these rows only.
+    """
+    tokens = inputs.grad.shape[1]
+    run.say(f"training, {tokens} tokens: checking {len(steps)} contenders")
+    for contender, step in steps.items():
+        rows = rows_to_check(layouts[contender], run.plan.whole)
+        at = tokens_of(rows, BLOCK)
+        want = expected(inputs, layouts[contender], rows, gradients=True)
+        do = torch.zeros_like(inputs.grad).index_copy_(1, at, inputs.grad[:, at])
+        got = dict(zip(("out", "dq", "dk", "dv"), step(do), strict=True))
+        for name in want:
+            mine = got[name][:, at] if name in ("out", "dq") else got[name]
+            case = f"training, {tokens} tokens, {name}"
+            run.gate.check(case, contender, f"float64 in {len(rows)} query blocks", mine, want[name])
+
+
+def _training_row(case: Case, ours: Timing, rates: Mapping[str, float], dense: dict[str, Any]) -> dict[str, Any]:
+    cost = case.cost
+    flops = 14 * cost.block_pairs * HEAD_DIM  # two products forward and five backward
+    return {
+        **case.record,
+        "ours": {**ours.record(), "gflops": flops / ours.median / 1e9},
+        "dense": {**dense, "gflops": flops / case.layout.block_density / dense["median"] / 1e9},
+        "matmul_gflops": rates["matmul_flops"] / 1e9,
+        "copy_gbytes": rates["copy_bytes"] / 1e9,
+        "dense_ratio": dense["median"] * case.layout.block_density / ours.median,
+        "matmul_share": flops / ours.median / rates["matmul_flops"],
+        "floor": floor(
+            cost.forward_flops + cost.backward_flops, cost.forward_bytes + cost.backward_bytes, rates, ours.median
+        ),
+    }
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+
+def memory(run: Run) -> dict[str, Any]:
+    ok, reason = can_measure()
+    if not ok:
+        return {"rows": [], "skipped": reason}
+    rows = []
+    for kind in ("forward", "training"):
+        run.say(f"memory, {run.plan.memory_tokens} tokens: {kind}")
+        # A fresh process each: what an earlier part of the run left behind is not there.
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+            rows.append(pool.submit(peak_of, kind, run.plan.memory_tokens, torch.get_num_threads()).result())
+    return {"rows": rows}
+
+
+def peak_of(kind: str, tokens: int, threads: int) -> dict[str, Any]:
+    """Peak of one call above the state before its q, k, v exist."""
+    torch.set_num_threads(threads)
+    layout, small = (
+        BlockLayout.from_pattern(RandomBlocks(MEMORY_BLOCKS, block_size=BLOCK), n, block_size=BLOCK)
+        for n in (tokens, 2048)
+    )
+    _attend(kind, small)  # libraries are loaded and threads started at the first call
+    with measure_peak() as peak:
+        _attend(kind, layout)
+    one = tokens * HEADS * HEAD_DIM * ITEMSIZE
+    needed = one * {"forward": 4, "training": 8}[kind]
+    return {
+        "kind": kind,
+        "tokens": tokens,
+        "blocks_a_row": layout.num_active_blocks / layout.num_q_blocks,
+        "needed_bytes": needed,
+        "peak_bytes": peak.peak_bytes,
+        "ratio": peak.peak_bytes / needed,
+    }
+
+
+def _attend(kind: str, layout: BlockLayout) -> None:
+    q, k, v = (torch.randn(1, layout.seq_q, HEADS, HEAD_DIM, requires_grad=kind == "training") for _ in range(3))
+    out = block_sparse_attention(q, k, v, layout)
+    if kind == "training":
+        out.backward(torch.randn_like(out))
+
+
+# --- flat ------------------------------------------------------------------------------------------------------------
+
+
+def flat(run: Run) -> dict[str, Any]:
+    """Lengths take turns too: a slow minute of the machine must not look like a slow length."""
+    inputs = Inputs.make(max(run.plan.flat), HEADS, HEAD_DIM)
+    contenders, layouts, repeats = {}, {}, {}
+    with torch.no_grad():
+        for tokens, count in run.plan.flat.items():
+            short = Inputs(tuple(x[:, :tokens] for x in inputs.ours), inputs.grad[:, :tokens])
+            for name, pattern in FLAT_PATTERNS.items():
+                layout = BlockLayout.from_pattern(pattern, tokens, block_size=BLOCK)
+                layouts[name, tokens], repeats[name, tokens] = layout, count
+                contenders[name, tokens] = lambda short=short, layout=layout: block_sparse_attention(
+                    *short.ours, layout
+                )
+                run.say(f"flat, {name}, {tokens} tokens: checking")
+                rows = rows_to_check(layout, run.plan.whole)
+                got, want = contenders[name, tokens](), expected(short, layout, rows)["out"]
+                where = f"float64 in {len(rows)} query blocks"
+                run.gate.check(f"flat, {name}, {tokens} tokens", "ours", where, got[:, tokens_of(rows, BLOCK)], want)
+                del got
+        run.say(f"flat: {len(contenders)} contenders")
+        timings, rates = run.race(contenders, repeats)
+    rows = [_flat_row(name, layouts[name, tokens], timings[name, tokens], rates) for name, tokens in contenders]
+    return {"rows": rows}
+
+
+def _flat_row(name: str, layout: BlockLayout, ours: Timing, rates: Mapping[str, float]) -> dict[str, Any]:
+    cost = layout.cost(batch=1, heads=HEADS, head_dim=HEAD_DIM, itemsize=ITEMSIZE)
+    return {
+        "pattern": name,
+        "tokens": layout.seq_q,
+        "blocks_a_row": layout.num_active_blocks / layout.num_q_blocks,
+        "ours": {**ours.record(), "gflops": 4 * cost.block_pairs * HEAD_DIM / ours.median / 1e9},
+        "microseconds_per_token": ours.median / layout.seq_q * 1e6,
+        "floor": floor(cost.forward_flops, cost.forward_bytes, rates, ours.median),
+    }
+
+
+# --- all of it -------------------------------------------------------------------------------------------------------
+
+
+def summarise(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The worst case of every claim beside its target. Tiny sizes are not judged."""
+    found = dict(_worst(record))
+    targets = {}
+    for name, value in found.items():
+        target, more_is_better = TARGETS[name]
+        met = (value >= target) == more_is_better or value == target
+        targets[name] = {"worst": value, "target": target, "met": None if record["quick"] else met}
+    rows = record.get("forward", {}).get("rows", []) + record.get("training", {}).get("rows", [])
+    rates = [row["matmul_gflops"] for row in rows]
+    return {
+        "environment": record["environment"],
+        "quick": record["quick"],
+        "skip_flex": record["skip_flex"],
+        "gate": {"checks": len(record["gate"]), "worst": max((c["error"] for c in record["gate"]), default=None)},
+        "matmul_gflops": statistics.median(rates) if rates else None,
+        "seconds": record["seconds"],
+        "targets": targets,
+    }
+
+
+def _worst(record: Mapping[str, Any]) -> Sequence[tuple[str, float]]:
+    found = []
+    if "forward" in record:
+        rows = record["forward"]["rows"]
+        if not record["skip_flex"]:
+            found.append(("flex_ratio", min(row["flex_ratio"] for row in rows if row["density"] < 1.0)))
+        found.append(("full_density_ratio", min(row["dense_ratio"] for row in rows if row["density"] == 1.0)))
+    if "training" in record:
+        found.append(("training_ratio", min(row["dense_ratio"] for row in record["training"]["rows"])))
+    for row in record.get("memory", {}).get("rows", []):
+        found.append((f"memory_{row['kind']}", row["ratio"]))
+    for name in FLAT_PATTERNS if "flat" in record else ():
+        times = [row["microseconds_per_token"] for row in record["flat"]["rows"] if row["pattern"] == name]
+        found.append((f"flat_{name}", max(times) / min(times)))
+    return found
+
+
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that it works")
+    parser.add_argument("--only", choices=SECTIONS, help="one section")
+    parser.add_argument("--skip-flex", action="store_true", help="leave out FlexAttention (it needs a C++ compiler)")
+    parser.add_argument("--out", type=Path, help="where the JSON goes; the plot goes beside it")
+    args = parser.parse_args(argv)
+    if args.out is None:
+        # Only a full run may replace the full record.
+        parts = ["cpu", *(["quick"] if args.quick else []), *([args.only] if args.only else [])]
+        args.out = HERE / "results" / ("-".join(parts) + ".json")
+    return args
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    run = Run(QUICK if args.quick else PLAN, flex=not args.skip_flex)
+    record: dict[str, Any] = {
+        "environment": environment(),
+        "quick": args.quick,
+        "skip_flex": args.skip_flex,
+        "shape": {"dtype": "float32", "batch": 1, "heads": HEADS, "head_dim": HEAD_DIM, "block": BLOCK},
+    }
+    for name in (args.only,) if args.only else SECTIONS:
+        record[name] = globals()[name](run)
+    record["gate"] = run.gate.checks
+    record["seconds"] = perf_counter() - run.started
+    return record
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = arguments(argv)
+    with tempfile.TemporaryDirectory() as cache:
+        # An empty cache: otherwise the compile time is that of finding an earlier run's kernel.
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
+        try:
+            record = measure(args)
+        except GateError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
+    record["summary"] = summarise(record)
+    write_json(args.out, record)
+    plot = draw(record, args.out.with_suffix(".png"))
+    print(as_text(record))
+    print(f"Written: {args.out}" + (f" and {plot.name}" if plot else "; no plot: matplotlib is not installed"))
+    print(json.dumps(record["summary"]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,113 @@
+"""The oracle: the reference backend in float64, outputs and all gradients.
+
+Tolerance: in float64, 1e-10. In a lower precision an implementation may err as much as eager PyTorch in that precision
+does against the oracle, times `FACTOR` (the largest of few errors is a matter of luck), plus one rounding in that
+precision of the largest term that is summed on the way (where terms cancel exactly, eager PyTorch may have no error).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..backends import reference
+from ..backends.base import Extras
+from ..layout import BlockLayout
+from ..ops import block_sparse_attention
+
+FLOAT64_TOLERANCE = 1e-10
+FACTOR = 4.0
+NAMES = ("out", "lse", "dq", "dk", "dv")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call of `block_sparse_attention` with the gradients that flow into its results."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    layout: BlockLayout
+    do: Tensor
+    dlse: Tensor
+    is_causal: bool = False
+    scale: float | None = None
+    key_padding_mask: Tensor | None = None
+    document_ids: Tensor | None = None
+    dropout_p: float = 0.0
+
+    def to(self, dtype: torch.dtype) -> Case:
+        tensors = {name: getattr(self, name).to(dtype) for name in ("q", "k", "v", "do")}
+        return replace(self, **tensors)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        names = ("is_causal", "scale", "key_padding_mask", "document_ids", "dropout_p")
+        return {name: getattr(self, name) for name in names}
+
+
+def results(case: Case, backend: str, seed: int = 0) -> tuple[Tensor, ...]:
+    """out, lse (0 for −inf, whose place is compared apart), dq, dk, dv of a backend."""
+    q, k, v = (x.detach().requires_grad_() for x in (case.q, case.k, case.v))
+    torch.manual_seed(seed)  # dropout draws its seed from PyTorch's generator
+    out, lse = block_sparse_attention(q, k, v, case.layout, return_lse=True, backend=backend, **case.options)
+    finite = torch.where(lse == -torch.inf, 0.0, lse)
+    grads = torch.autograd.grad((out, finite), (q, k, v), (case.do, case.dlse.to(lse.dtype)))
+    return out.detach(), lse.detach(), *grads
+
+
+def oracle(case: Case, seed: int = 0) -> tuple[Tensor, ...]:
+    """The definition: the reference backend in float64, on the values that the case holds."""
+    return results(case.to(torch.float64), "reference", seed)
+
+
+def errors_of_eager(case: Case, expected: tuple[Tensor, ...]) -> list[float]:
+    """How far plain eager attention, every step in the case's own dtype, is from the oracle."""
+    q, k, v = (x.detach().requires_grad_() for x in (case.q, case.k, case.v))
+    layout = case.layout.causal if case.is_causal else case.layout
+    heads, scale = q.shape[2], case.scale if case.scale is not None else q.shape[3] ** -0.5
+    extras = Extras(scale, case.key_padding_mask, case.document_ids)
+    keys, values = (x.repeat_interleave(heads // x.shape[2], dim=2) for x in (k, v))
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, keys) * scale
+    hidden = ~reference.allowed_pairs(layout, heads, extras)
+    empty = hidden.all(-1, keepdim=True).expand(*scores.shape[:-1], 1)
+    scores = scores.masked_fill(hidden & ~empty, -torch.inf)
+    weights = torch.softmax(scores, -1).masked_fill(empty, 0.0)
+    out = torch.einsum("bhqk,bkhd->bqhd", weights, values)
+    lse = torch.logsumexp(scores, -1).masked_fill(empty[..., 0], 0.0)
+    grads = torch.autograd.grad((out, lse), (q, k, v), (case.do, case.dlse.to(lse.dtype)))
+    return [_error(got, want) for got, want in zip((out, lse, *grads), expected, strict=True)]
+
+
+def _error(got: Tensor, want: Tensor) -> float:
+    difference = got.detach().double() - torch.where(want == -torch.inf, 0.0, want)
+    return float(difference.abs().max())
+
+
+def _largest_terms(case: Case) -> list[float]:
+    """A bound on what is summed for out, lse, dq, dk and dv."""
+    q, k, v, do = (float(x.double().norm(dim=-1).max()) for x in (case.q, case.k, case.v, case.do))
+    scale = abs(case.scale if case.scale is not None else case.q.shape[3] ** -0.5)
+    dscore = (do * v + float(case.dlse.abs().max())) * scale
+    return [v, max(1.0, scale * q * k), dscore * k, dscore * q, do]
+
+
+def assert_exact(case: Case, backend: str, seed: int = 0) -> None:
+    """The backend equals the oracle, outputs and all gradients, within the derived tolerance."""
+    expected = oracle(case, seed)
+    got = results(case, backend, seed)
+    assert torch.equal(got[1] == -torch.inf, expected[1] == -torch.inf), "lse is −inf for other rows than it should be"
+    got = (got[0], torch.where(got[1] == -torch.inf, 0.0, got[1]), *got[2:])
+    dtype = case.q.dtype
+    allowed = [FLOAT64_TOLERANCE] * len(NAMES)
+    if dtype != torch.float64:
+        if case.dropout_p:
+            raise ValueError("eager PyTorch draws other dropout masks: check dropout in float64")
+        eager, terms = errors_of_eager(case, expected), _largest_terms(case)
+        allowed = [FACTOR * error + torch.finfo(dtype).eps * term for error, term in zip(eager, terms, strict=True)]
+    for name, mine, want, bound in zip(NAMES, got, expected, allowed, strict=True):
+        error = _error(mine, want)
+        assert error <= bound, f"{name} of {backend} in {dtype} is off by {error:.3g}, allowed {bound:.3g}"

@@ -1,0 +1,18 @@
+"""Pictures of layouts and weights: in the terminal, or as PNG and SVG with matplotlib.
+
+    print(draw_text(layout))
+    plot_layout([("window", a), ("documents", b)], "layouts.png")
+    plot_weights(weights, "weights.svg", head=3)
+
+Blocks have three states: full (every pair of tokens is allowed, no mask is read), partial (a rule decides inside the
+block; the last key block of a sequence that does not fill it is always partial) and empty (not computed). Where there
+are more blocks than room, a cell stands for a group of them: full or empty if all of them are, else partial.
+
+Nothing here needs matplotlib until a figure is drawn: `pip install 'dilated-attention-pytorch[viz]'`.
+"""
+
+from .figures import COLOURS, plot_layout, plot_weights
+from .states import State, block_states
+from .text import SYMBOLS, draw_text
+
+__all__ = ["COLOURS", "SYMBOLS", "State", "block_states", "draw_text", "plot_layout", "plot_weights"]

@@ -1,0 +1,221 @@
+"""The operator among its neighbours: torch.library, torch.compile, autocast, checkpointing, gradcheck."""
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounter
+from torch.utils.checkpoint import checkpoint
+
+from dilated_attention_pytorch import (
+    BlockLayout,
+    Causal,
+    Documents,
+    Full,
+    GlobalTokens,
+    RandomBlocks,
+    SlidingWindow,
+    block_sparse_attention,
+)
+from dilated_attention_pytorch.layout import clear_layout_cache
+from dilated_attention_pytorch.ops.block_sparse import _backward, _forward
+
+
+def qkv(seq=100, heads=4, heads_kv=2, batch=2, head_dim=8, dtype=torch.float32, requires_grad=True):
+    shapes = [(batch, seq, h, head_dim) for h in (heads, heads_kv, heads_kv)]
+    return [torch.randn(s, dtype=dtype, requires_grad=requires_grad) for s in shapes]
+
+
+def random_layout(seed, seq=100, density=0.5):
+    n = -(-seq // 16)
+    mask = torch.rand(n, n, generator=torch.Generator().manual_seed(seed)) < density
+    return BlockLayout.from_block_mask(mask, 16, seq_q=seq, seq_k=seq)
+
+
+OPTIONS = {
+    "plain": {},
+    "padding": {"key_padding_mask": torch.arange(100).expand(2, -1) > 70},
+    "documents": {"document_ids": (torch.arange(100) // 30).expand(2, -1).contiguous()},
+    "dropout": {"dropout_p": 0.3, "seed": torch.tensor(7)},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_opcheck(name):
+    options = {"key_padding_mask": None, "document_ids": None, "dropout_p": 0.0, "seed": None, **OPTIONS[name]}
+    layout = BlockLayout.from_pattern(SlidingWindow(30, 0) | GlobalTokens(3), 100, block_size=16)
+    q, k, v = qkv()
+    arguments = (q, k, v, *layout.flatten(), 0.3, *options.values(), "blockwise")
+    torch.library.opcheck(_forward, arguments)
+    with torch.no_grad():
+        out, lse = _forward(*arguments)
+        torch.library.opcheck(_backward, (torch.randn_like(out), torch.randn_like(lse), q, k, v, out, lse,
+                                          *arguments[3:]), test_utils=("test_schema", "test_faketensor"))  # fmt: skip
+
+
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"dropout_p": 0.4}], ids=str)
+def test_gradcheck(options):
+    layout = random_layout(3, seq=40)
+    q, k, v = qkv(seq=40, heads=2, heads_kv=1, batch=1, head_dim=3, dtype=torch.float64)
+
+    def attend(*qkv):
+        torch.manual_seed(1)
+        out, lse = block_sparse_attention(*qkv, layout, return_lse=True, backend="blockwise", **options)
+        return out, torch.where(lse == -torch.inf, 0.0, lse)
+
+    assert torch.autograd.gradcheck(attend, (q, k, v))
+
+
+def test_a_second_derivative_is_a_clear_error():
+    q, k, v = qkv(seq=20)
+    out = block_sparse_attention(q, k, v, random_layout(0, seq=20), backend="blockwise")
+    (grad,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivative; use backend='reference'"):
+        grad.sum().backward()
+
+
+def test_the_reference_can_be_differentiated_twice():
+    q, k, v = qkv(seq=6, heads=1, heads_kv=1, batch=1, head_dim=2, dtype=torch.float64)
+    layout = BlockLayout.from_pattern(SlidingWindow(2, 1), 6, block_size=16)
+    assert torch.autograd.gradgradcheck(lambda *x: block_sparse_attention(*x, layout, backend="reference"), (q, k, v))
+
+
+class TestCompile:
+    def test_equals_eager_with_gradients(self):
+        q, k, v = qkv()
+        compiled = torch.compile(block_sparse_attention, fullgraph=True, backend="aot_eager")
+        for layout in (random_layout(1), BlockLayout.from_pattern(Documents((40, 60)), 100, block_size=16)):
+            want = block_sparse_attention(q, k, v, layout, is_causal=True, return_lse=True)
+            got = compiled(q, k, v, layout, is_causal=True, return_lse=True)
+            grads = [torch.autograd.grad(out.square().sum(), (q, k, v)) for out, _ in (want, got)]
+            for a, b in zip((*want, *grads[0]), (*got, *grads[1]), strict=True):
+                assert torch.equal(a, b)
+
+    @pytest.mark.parametrize("is_causal", [False, True])
+    def test_a_new_layout_does_not_recompile(self, is_causal):
+        """Other blocks, and another number of them."""
+        torch._dynamo.reset()
+        counter = CompileCounter()
+        q, k, v = qkv(requires_grad=False)
+        compiled = torch.compile(block_sparse_attention, fullgraph=True, backend=counter)
+        for seed, density in enumerate((0.5, 0.5, 0.2, 0.9)):
+            layout = random_layout(seed, density=density)
+            got = compiled(q, k, v, layout, is_causal=is_causal)
+            want = block_sparse_attention(q, k, v, layout, is_causal=is_causal, backend="reference")
+            torch.testing.assert_close(got, want)
+        for window in (3, 20, 50):
+            layout = BlockLayout.from_pattern(SlidingWindow(window, 4), 100, block_size=16)
+            before = counter.frame_count
+            compiled(q, k, v, layout, is_causal=is_causal)
+        assert counter.frame_count == before
+        assert before <= 2  # random masks share one graph, windows another only if their tables differ in shape
+
+    def test_a_pattern_inside_the_graph(self):
+        """The layout is a constant of the graph, and what is remembered of it is real."""
+        clear_layout_cache()
+        torch._dynamo.reset()
+        q, k, v = qkv()
+        for pattern in (SlidingWindow(17, 3), RandomBlocks(2, block_size=16), Full()):
+            compiled = torch.compile(
+                lambda q, k, v, pattern=pattern: block_sparse_attention(q, k, v, pattern, is_causal=True),
+                fullgraph=True,
+                backend="aot_eager",
+            )
+            got = compiled(q, k, v)
+            want = block_sparse_attention(q, k, v, pattern, is_causal=True, backend="reference")
+            torch.testing.assert_close(got, want)
+
+    def test_inductor(self):
+        q, k, v = qkv(seq=40, requires_grad=False)
+        layout = random_layout(2, seq=40)
+
+        @torch.compile(fullgraph=True)
+        def model(q, k, v):
+            return block_sparse_attention(q * 2, k, v, layout).sum(-1)
+
+        want = block_sparse_attention(q * 2, k, v, layout, backend="reference").sum(-1)
+        torch.testing.assert_close(model(q, k, v), want)
+
+
+def test_autocast_runs_in_its_dtype():
+    q, k, v = qkv()
+    layout = random_layout(4)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out, lse = block_sparse_attention(q, k, v, layout, return_lse=True)
+    assert out.dtype == torch.bfloat16
+    assert lse.dtype == torch.float32
+    low = [x.bfloat16() for x in (q, k, v)]
+    assert torch.equal(out, block_sparse_attention(*low, layout))
+    out.float().sum().backward()
+    assert q.grad.dtype == torch.float32
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        double = block_sparse_attention(*(x.double() for x in (q, k, v)), layout)
+    assert double.dtype == torch.float64
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_activation_checkpointing_draws_the_same_dropout(use_reentrant):
+    layout = random_layout(5)
+    q, k, v = qkv()
+
+    def attend(q, k, v):
+        return block_sparse_attention(q, k, v, layout, dropout_p=0.5)
+
+    grads = []
+    for run in (attend, lambda *x: checkpoint(attend, *x, use_reentrant=use_reentrant)):
+        torch.manual_seed(11)
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        run(*leaves).square().sum().backward()
+        grads.append([x.grad for x in leaves])
+    for a, b in zip(*grads, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_pattern_and_its_layout_are_the_same_call():
+    q, k, v = qkv(seq=300)
+    pattern = SlidingWindow(100, 10) | GlobalTokens(5)
+    layout = BlockLayout.from_pattern(pattern, 300, block_size=128)
+    assert torch.equal(block_sparse_attention(q, k, v, pattern), block_sparse_attention(q, k, v, layout))
+
+
+def test_the_block_size_does_not_change_a_token_pattern():
+    q, k, v = qkv(seq=150, dtype=torch.float64)
+    outs = [
+        block_sparse_attention(q, k, v, BlockLayout.from_pattern(SlidingWindow(33, 0), 150, block_size=size))
+        for size in (16, 64, (128, 16), (32, 256))
+    ]
+    for out in outs[1:]:
+        torch.testing.assert_close(out, outs[0], rtol=0, atol=1e-12)
+
+
+def test_scale_is_honoured():
+    q, k, v = qkv()
+    layout = random_layout(6)
+    doubled = block_sparse_attention(2 * q, k, v, layout, scale=0.1)
+    torch.testing.assert_close(doubled, block_sparse_attention(q, k, v, layout, scale=0.2))
+    assert not torch.allclose(doubled, block_sparse_attention(q, k, v, layout))
+
+
+def test_key_padding_hides_keys_and_nothing_else():
+    q, k, v = qkv(requires_grad=False)
+    padding = torch.zeros(2, 100, dtype=torch.bool)
+    padding[1, 80:] = True
+    out = block_sparse_attention(q, k, v, Full(), key_padding_mask=padding)
+    assert torch.equal(out[0], block_sparse_attention(q[:1], k[:1], v[:1], Full(), backend="blockwise")[0])
+    short = block_sparse_attention(q[1:], k[1:, :80], v[1:, :80], Full(), backend="reference")
+    torch.testing.assert_close(out[1:], short)
+
+
+def test_document_ids_equal_the_packed_pattern():
+    q, k, v = qkv(requires_grad=False)
+    lengths = (13, 40, 47)
+    ids = torch.repeat_interleave(torch.tensor([5, 1, 9]), torch.tensor(lengths)).expand(2, -1)
+    got = block_sparse_attention(q, k, v, Causal(), document_ids=ids)
+    torch.testing.assert_close(got, block_sparse_attention(q, k, v, Documents(lengths) & Causal()))
+
+
+def test_lse_is_the_natural_logarithm():
+    """One key with score s: lse is s."""
+    q, k, v = (torch.tensor([x]).view(1, 1, 1, 1) for x in (3.0, 5.0, 7.0))
+    out, lse = block_sparse_attention(q, k, v, Full(), return_lse=True, scale=1.0)
+    assert (out.item(), lse.item()) == (7.0, 15.0)
+    out, lse = block_sparse_attention(q, k.repeat(1, 4, 1, 1), v.repeat(1, 4, 1, 1), Full(), return_lse=True, scale=1.0)
+    assert lse.item() == pytest.approx(15.0 + torch.tensor(4.0).log().item())

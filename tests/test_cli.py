@@ -1,0 +1,150 @@
+"""The command: what it prints, writes and returns."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from matplotlib.image import imread
+
+from dilated_attention_pytorch.cli import demo, main
+
+COMMAND = "from dilated_attention_pytorch.cli import main; main()"
+
+
+def exit_code(*argv: str) -> int | str | None:
+    with pytest.raises(SystemExit) as stop:
+        main(argv)
+    return stop.value.code
+
+
+def test_quick_demo_in_a_pipe(tmp_path):
+    out = tmp_path / "made" / "here"
+    done = subprocess.run(
+        [sys.executable, "-c", COMMAND, "demo", "--quick", "--out", str(out)],
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        timeout=120,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", done.stdout), "control characters"
+    assert done.stdout.count("  checking documents, causal ...\n") == 1
+    rows = re.findall(r"^│ (.+?) +│ (yes|no) +│((?: *\d\.\de[-+]\d\d │){4})$", done.stdout, re.MULTILINE)
+    assert [(name, causal) for name, causal, _ in rows] == [(n, c) for n in demo.CHECKED for c in ("no", "yes")]
+    errors = [float(x) for _, _, cells in rows for x in cells.replace("│", " ").split()]
+    assert 0 < max(errors) < 1e-10
+    assert f"Worst error {max(errors):.1e}" in done.stdout
+    assert "dense" in done.stdout
+    assert "scaled, not measured" in done.stdout
+    assert "536,870,912 bytes" in done.stdout  # 8 heads, 4096 squared, 4 bytes
+    assert done.stdout.splitlines()[-2] == f"Written: {out / 'patterns.png'}"
+    picture = imread(out / "patterns.png")
+    assert min(picture.shape[:2]) > 1000
+    assert picture[..., :3].std() > 0.1
+
+
+def wrong(offset: float):
+    """The real attention with one number of the blockwise result moved."""
+    right = demo.block_sparse_attention
+
+    def attention(*args, backend="auto", **kwargs):
+        out = right(*args, backend=backend, **kwargs)
+        if backend == "blockwise" and kwargs["is_causal"]:
+            moved = torch.zeros_like(out)
+            moved[1, 200, 3, 5] = offset
+            out = out + moved
+        return out
+
+    return attention
+
+
+@pytest.mark.parametrize("offset", [1e-9, float("nan")])
+def test_a_wrong_result_ends_the_demo_with_status_1(monkeypatch, tmp_path, capsys, offset):
+    monkeypatch.setattr(demo, "block_sparse_attention", wrong(offset))
+    assert exit_code("demo", "--quick", "--out", str(tmp_path / "out")) == 1
+    printed = capsys.readouterr()
+    assert re.fullmatch(r"error: not exact: .* is off by (1\.0e-09|inf), more than 1e-10\n", printed.err)
+    assert f"{offset:.1e}" in printed.out
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_error_below_the_tolerance_passes(monkeypatch):
+    monkeypatch.setattr(demo, "block_sparse_attention", wrong(1e-11))
+    demo._check_exactness(demo.Console())
+
+
+def test_a_wrong_gradient_ends_the_demo(monkeypatch):
+    right = demo.block_sparse_attention
+
+    def attention(q, k, v, *args, backend, **kwargs):
+        if backend == "blockwise":
+            k = k * 1.0
+            k.register_hook(lambda grad: grad * (1 + 1e-6))
+        return right(q, k, v, *args, backend=backend, **kwargs)
+
+    monkeypatch.setattr(demo, "block_sparse_attention", attention)
+    with pytest.raises(RuntimeError, match="not exact"):
+        demo._check_exactness(demo.Console())
+
+
+def test_a_layout_that_is_not_the_pattern_ends_the_demo():
+    pattern, other = demo.CHECKED["documents"], demo.CHECKED["sliding window"]
+    layout = demo.BlockLayout.from_pattern(other, demo.CHECK_TOKENS, block_size=16)
+    with pytest.raises(RuntimeError, match="the layout of documents is wrong about query"):
+        demo._check_mask("documents", pattern, layout)
+
+
+def test_errors_are_one_line_and_debug_shows_all(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(demo, "_check_exactness", lambda console: None)
+    in_the_way = tmp_path / "file"
+    in_the_way.write_text("")
+    out = str(in_the_way / "below")
+    assert exit_code("demo", "--quick", "--out", out) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert "below" in err
+    with pytest.raises(NotADirectoryError):
+        main(("demo", "--quick", "--out", out, "--debug"))
+
+
+def test_arguments_that_make_no_sense_are_status_2(capsys):
+    assert exit_code("demo", "--tokens", "5") == 2
+    assert "1024" in capsys.readouterr().err
+    assert exit_code("nothing") == 2
+
+
+def test_help_names_every_option(capsys):
+    assert exit_code("demo", "--help") == 0
+    printed = capsys.readouterr().out
+    assert all(option in printed for option in ("--tokens", "--out", "--quick", "--debug"))
+
+
+@pytest.mark.parametrize("module", ["typer", "rich"])
+def test_without_typer_or_rich_one_line_says_what_to_install(module):
+    hide = f"import sys; sys.modules[{module!r}] = None; "
+    done = subprocess.run([sys.executable, "-c", hide + COMMAND], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr == f"error: dilated-attention needs {module}: pip install 'dilated-attention-pytorch[all]'\n"
+
+
+def test_importing_the_command_imports_neither_typer_nor_rich():
+    code = "import sys, dilated_attention_pytorch.cli; sys.exit(bool({'typer', 'rich'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_dense_time_grows_with_the_square_and_memory_with_the_length():
+    assert demo.Measured(1.0, 2.0, 100).scaled(8) == demo.Measured(64.0, 128.0, 800)
+    assert demo.Measured(1.0, 2.0, None).scaled(8).cells()[-1] == "not measured"
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(0, "0.0 B"), (1023, "1,023.0 B"), (1 << 20, "1.0 MiB"), (2**37, "128.0 GiB")]
+)
+def test_bytes_are_readable(count, text):
+    assert demo._bytes(count) == text

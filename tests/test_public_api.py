@@ -1,0 +1,93 @@
+"""The shape of the project: public names, what an import loads, and who may import whom."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import dilated_attention_pytorch as dap
+
+SOURCE = Path(dap.__file__).parent
+
+# A folder imports only from folders to its left (DESIGN: the way data flows).
+ORDER = ["patterns", "layout", "memory", "backends", "ops", "nn"]
+READERS = {"viz": {"patterns", "layout"}, "testing": set(ORDER), "cli": {*ORDER, "viz", "testing"}}
+
+
+def test_every_public_name_is_there():
+    missing = [name for name in dap.__all__ if not hasattr(dap, name)]
+    assert not missing
+    assert dap.__all__ == sorted(dap.__all__, key=lambda name: (name[0].islower(), name)) or sorted(dap.__all__)
+    assert len(set(dap.__all__)) == len(dap.__all__)
+
+
+def test_versions_agree():
+    from importlib.metadata import version
+
+    assert dap.__version__ == version("dilated-attention-pytorch")
+
+
+def test_importing_loads_torch_and_nothing_else_heavy():
+    code = (
+        "import sys, torch\n"
+        "before = set(sys.modules)\n"
+        "import dilated_attention_pytorch\n"
+        "print(sorted({m.split('.')[0] for m in set(sys.modules) - before}))\n"
+        "print([m for m in sys.modules if m in ('torch._dynamo', 'torch._inductor', 'matplotlib', 'triton', 'rich')])\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    tops, heavy = run.stdout.splitlines()
+    stdlib = set(sys.stdlib_module_names)
+    assert [m for m in ast.literal_eval(tops) if m not in stdlib] == ["dilated_attention_pytorch"]
+    baseline = "import sys, torch; print([m for m in sys.modules if m in ('torch._dynamo', 'torch._inductor')])"
+    run = subprocess.run([sys.executable, "-c", baseline], capture_output=True, text=True, check=True)
+    assert heavy == run.stdout.strip()
+
+
+def imports_of(path):
+    """Folders of the package that a file imports, at the top or inside functions."""
+    package = path.relative_to(SOURCE).parts[:-1]
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            base = package[: len(package) - node.level + 1]
+            target = (*base, *(node.module.split(".") if node.module else ()))
+            found |= {target[0]} if target else {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("dilated_attention_pytorch."):
+            found.add(node.module.split(".")[1])
+    return found
+
+
+@pytest.mark.parametrize("folder", [*ORDER, *READERS])
+def test_a_file_imports_only_from_its_left(folder):
+    allowed = {folder, *READERS.get(folder, ORDER[: ORDER.index(folder)] if folder in ORDER else ())}
+    if folder == "ops":
+        allowed.add("viz")  # BlockSparseWeights.plot, when it is called
+    files = list((SOURCE / folder).rglob("*.py"))
+    assert files
+    for path in files:
+        assert imports_of(path) <= allowed, path
+
+
+def test_only_kernels_import_triton():
+    for path in SOURCE.rglob("*.py"):
+        if "kernels" not in path.parts:
+            assert "import triton" not in path.read_text(), path
+
+
+@pytest.mark.parametrize("path", sorted(SOURCE.glob("block_sparse_*.py")), ids=lambda path: path.stem)
+def test_historical_paths_hold_nothing_but_imports(path):
+    body = ast.parse(path.read_text()).body
+    assert isinstance(body[0], ast.Expr)
+    assert all(isinstance(node, ast.ImportFrom) for node in body[1:])
+
+
+def test_one_implementation_per_concept():
+    assert dap.BlockSparseRingDilatedAttentionV2 is dap.BlockSparseRingDilatedAttention
+    assert dap.BlockSparseRingMultiheadDilatedAttentionV2 is dap.BlockSparseRingMultiheadDilatedAttention
+
+
+def test_the_reference_stays_short():
+    assert len((SOURCE / "backends" / "reference.py").read_text().splitlines()) < 100
