@@ -5,7 +5,8 @@ Nothing to run here; see `benchmarks/cpu.py`.
 - `environment()` names what a number depends on: versions, processor, threads, commit, date.
 - `interleave({name: callable}, repeats)` times all contenders in turn, again and again: a machine that slows down
   slows down all of them. Probes, the machine's own rates, run beside each.
-- `random_mask`, `flex_mask`: the same random blocks for this library and for FlexAttention.
+- `random_mask` draws blocks, `BlockLayout.from_block_mask` and `flex_mask` give the same ones to this library and to
+  FlexAttention.
 - `Gate` compares a contender with float64 attention, computed by PyTorch over just the keys that a query sees, before
   anything is timed; a wrong one raises `GateError`.
 """
@@ -191,12 +192,6 @@ def flex_mask(mask: Tensor, block: int) -> BlockMask:
     return BlockMask.from_kv_blocks(
         torch.zeros_like(count), torch.zeros_like(order), count, order, BLOCK_SIZE=block, seq_lengths=lengths
     )
-
-
-def random_blocks(tokens: int, density: float, block: int, seed: int = 0) -> tuple[BlockLayout, BlockMask]:
-    """One random block mask, for this library and for FlexAttention."""
-    mask = random_mask(tokens // block, density, seed)
-    return BlockLayout.from_block_mask(mask, block), flex_mask(mask, block)
 
 
 class GateError(RuntimeError):

@@ -80,7 +80,7 @@ class BlockLayout:
         """The blocks that `pattern` touches.
 
         Args:
-            block_size: tokens a block, or (block_q, block_k); must divide the block sizes that the pattern is written in.
+            block_size: tokens a block, or (block_q, block_k); must divide those that the pattern is written in.
             num_heads: for a per-head pattern, checked against it; a plain pattern gives one list for all heads.
         """
         if not isinstance(pattern, Pattern):

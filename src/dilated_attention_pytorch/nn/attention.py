@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..ops import BlockSparseWeights, attention_with_weights, block_sparse_attention
-from ..ops.checks import check_dropout
+from ..ops.checks import check_dropout, check_flag, check_scale
 from ..ops.choose import check_backend
 from ..patterns import Causal, Pattern, SparsePatternConfig
 from ..patterns.blocks import check_branches
@@ -40,14 +40,17 @@ class BlockSparseAttention(nn.Module):
         super().__init__()
         if not isinstance(pattern, Pattern):
             raise TypeError(f"pattern must be a Pattern, got {type(pattern).__name__}")
-        self._pattern = pattern
+        # Both made here, not in forward: torch.compile takes a pattern that exists as a constant.
+        self._patterns = (pattern, pattern & Causal())
+        check_scale(scale, head_dim=1)
         self.scale = scale
         self.dropout = one_dropout(dropout, attention_dropout)
         self.backend = check_backend(backend)
 
     def pattern(self, is_causal: bool = False) -> Pattern:
         """The pattern of a call."""
-        return self._pattern & Causal() if is_causal else self._pattern
+        check_flag("is_causal", is_causal)
+        return self._patterns[is_causal]
 
     def forward(
         self,
@@ -64,6 +67,7 @@ class BlockSparseAttention(nn.Module):
 
         With `return_attention_weights` also the weights before dropout, by active block, never the dense matrix.
         """
+        check_flag("return_attention_weights", return_attention_weights)
         attend: Any = attention_with_weights if return_attention_weights else block_sparse_attention
         return attend(
             q,
@@ -115,15 +119,19 @@ class BlockSparseRingDilatedAttention(BlockSparseAttention):
                     f"segment_lengths and dilation_rates have no meaning for pattern_type {config.pattern_type!r}, "
                     f"got {list(segment_lengths)} and {list(dilation_rates)}; leave them out"
                 )
+        branches = tuple(segment_lengths or DEFAULT_SEGMENT_LENGTHS), tuple(dilation_rates or DEFAULT_DILATION_RATES)
+        super().__init__(
+            config.pattern(*branches),
+            scale=scale,
+            dropout=dropout,
+            attention_dropout=attention_dropout,
+            backend=backend,
+        )
         self.sparse_config = config
-        self.segment_lengths = tuple(segment_lengths or DEFAULT_SEGMENT_LENGTHS)
-        self.dilation_rates = tuple(dilation_rates or DEFAULT_DILATION_RATES)
-        pattern = config.pattern(self.segment_lengths, self.dilation_rates)
-        super().__init__(pattern, scale=scale, dropout=dropout, attention_dropout=attention_dropout, backend=backend)
-
-    def pattern(self, is_causal: bool = False) -> Pattern:
-        """The pattern of a call. The causal one is not the other one cut: its window and its budget look back only."""
-        return self.sparse_config.pattern(self.segment_lengths, self.dilation_rates, is_causal)
+        self.segment_lengths = branches[0] if config.uses_segments else None
+        self.dilation_rates = branches[1] if config.uses_segments else None
+        # The causal pattern is not the other one cut: its window and its budget look back only.
+        self._patterns = (config.pattern(*branches), config.pattern(*branches, is_causal=True))
 
 
 class BlockSparseHierarchical(BlockSparseRingDilatedAttention):

@@ -26,7 +26,7 @@ def create_block_sparse_attention(variant: str = "base", **options: Any) -> nn.M
         variant: "base", "ring", "hierarchical" or "multihead".
         options: what that class takes; anything else is an error that lists what is possible.
     """
-    if variant not in VARIANTS:
+    if not isinstance(variant, str) or variant not in VARIANTS:
         raise ValueError(f"variant must be one of {sorted(VARIANTS)}, got {variant!r}")
     parameters = inspect.signature(VARIANTS[variant]).parameters
     possible = {name for name, p in parameters.items() if p.kind is not inspect.Parameter.VAR_KEYWORD}

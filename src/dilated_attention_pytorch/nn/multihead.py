@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from ..ops import BlockSparseWeights
+from ..ops.checks import check_flag
 from ..patterns import SparsePatternConfig
 from ..patterns.base import check_int
 from .attention import BlockSparseRingDilatedAttention
@@ -78,7 +79,8 @@ class BlockSparseRingMultiheadDilatedAttention(nn.Module):
         options: dict[str, Any] = {"device": device, "dtype": dtype}
         widths = [embed_dim, self.num_kv_heads * self.head_dim, self.num_kv_heads * self.head_dim]
         self._widths = widths
-        if self.kdim == self.vdim == embed_dim:
+        self._packed = self.kdim == self.vdim == embed_dim
+        if self._packed:
             self.in_proj_weight = nn.Parameter(torch.empty(sum(widths), embed_dim, **options))
         else:
             self.q_proj_weight = nn.Parameter(torch.empty(widths[0], embed_dim, **options))
@@ -115,9 +117,15 @@ class BlockSparseRingMultiheadDilatedAttention(nn.Module):
             if not isinstance(x, Tensor) or x.ndim != 3 or x.shape[2] != width:
                 got = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
                 raise ValueError(f"{name} must be {order} with {width} features, got {got}")
+            if x.dtype != self.out_proj.weight.dtype and not torch.is_autocast_enabled(x.device.type):
+                raise TypeError(
+                    f"{name} must have the dtype of the parameters, {self.out_proj.weight.dtype}, got {x.dtype}"
+                )
         if not self.batch_first:
             query, key, value = (x.transpose(0, 1) for x in (query, key, value))
         q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in self._project(query, key, value))
+        check_flag("need_weights", need_weights)
+        check_flag("return_attention_weights", return_attention_weights)
         with_weights = need_weights or return_attention_weights
         result = self.attention(
             q, k, v, is_causal, with_weights, key_padding_mask=key_padding_mask, document_ids=document_ids
@@ -127,7 +135,7 @@ class BlockSparseRingMultiheadDilatedAttention(nn.Module):
         return (out, result[1]) if with_weights else out
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> Sequence[Tensor]:
-        if "in_proj_weight" in self._parameters:
+        if self._packed:
             if query is key and key is value:
                 return linear(query, self.in_proj_weight, self.in_proj_bias).split(self._widths, dim=-1)
             weights: Sequence[Tensor] = self.in_proj_weight.split(self._widths)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -48,33 +49,43 @@ def block_sparse_attention(
     Returns:
         out like q, or (out, lse). A query that may see no key gives out 0, lse −inf and no gradient.
     """
-    q, k, v = _autocast(q, k, v)
-    layout, extras = check_call(
-        q, k, v, layout_or_pattern, is_causal, scale, dropout_p, key_padding_mask, document_ids, return_lse
-    )
+    q, k, v, autocast_off = _leave_autocast(q, k, v)
+    with autocast_off:
+        layout, extras = check_call(
+            q, k, v, layout_or_pattern, is_causal, scale, dropout_p, key_padding_mask, document_ids, return_lse
+        )
+        out, lse = _attend(q, k, v, layout, extras, backend, return_lse=return_lse)
+    if not return_lse:
+        return out
+    assert lse is not None
+    return out, lse
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, extras: Extras, backend: str, *, return_lse: bool
+) -> tuple[Tensor, Tensor | None]:
+    """A checked call, run by the backend that is chosen for it; lse may be None where it was not asked for."""
     chosen = choose(backend, request_of(q, k, layout, extras, return_lse=return_lse))
     if extras.dropout_p > 0.0:
         extras = extras._replace(seed=torch.randint(2**31, (), device=q.device))
     if chosen.name == "sdpa":
-        return chosen.attention(q, k, v, layout, extras)
+        return chosen.attention(q, k, v, layout, extras), None
     if chosen.name == "reference":
-        out, lse = chosen.attention(q, k, v, layout, extras)
-    else:
-        tensors, sizes = layout.flatten()
-        out, lse = _forward(
-            q,
-            k,
-            v,
-            tensors,
-            sizes,
-            extras.scale,
-            extras.key_padding_mask,
-            extras.document_ids,
-            extras.dropout_p,
-            extras.seed,
-            chosen.name,
-        )
-    return (out, lse) if return_lse else out
+        return chosen.attention(q, k, v, layout, extras)
+    tensors, sizes = layout.flatten()
+    return _forward(
+        q,
+        k,
+        v,
+        tensors,
+        sizes,
+        extras.scale,
+        extras.key_padding_mask,
+        extras.document_ids,
+        extras.dropout_p,
+        extras.seed,
+        chosen.name,
+    )
 
 
 def attention_with_weights(
@@ -91,35 +102,30 @@ def attention_with_weights(
     backend: str = "auto",
 ) -> tuple[Tensor, BlockSparseWeights]:
     """`block_sparse_attention` and the weights before dropout, in memory proportional to the active blocks."""
-    q, k, v = _autocast(q, k, v)
-    layout, extras = check_call(
-        q, k, v, layout_or_pattern, is_causal, scale, dropout_p, key_padding_mask, document_ids, True
-    )
-    out, lse = block_sparse_attention(
-        q,
-        k,
-        v,
-        layout,
-        scale=scale,
-        dropout_p=dropout_p,
-        key_padding_mask=key_padding_mask,
-        document_ids=document_ids,
-        return_lse=True,
-        backend=backend,
-    )
-    return out, attention_weights(q, k, lse, layout, extras)
+    q, k, v, autocast_off = _leave_autocast(q, k, v)
+    with autocast_off:
+        layout, extras = check_call(
+            q, k, v, layout_or_pattern, is_causal, scale, dropout_p, key_padding_mask, document_ids, True
+        )
+        out, lse = _attend(q, k, v, layout, extras, backend, return_lse=True)
+        assert lse is not None
+        return out, attention_weights(q, k, lse, layout, extras)
 
 
-def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Inside an autocast region attention runs in its dtype, as `scaled_dot_product_attention` does."""
-    device_type = tensors[0].device.type if isinstance(tensors[0], Tensor) else "cpu"
+def _leave_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, AbstractContextManager[Any]]:
+    """Inside an autocast region attention takes its dtype, once, and then computes as it does elsewhere.
+
+    `scaled_dot_product_attention` does the same. Left on, autocast would round every product inside to that dtype.
+    """
+    device_type = q.device.type if isinstance(q, Tensor) else "cpu"
     if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
-        return tensors
+        return q, k, v, nullcontext()
     dtype = torch.get_autocast_dtype(device_type)
-    return tuple(
+    q, k, v = (
         x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64 else x
-        for x in tensors
+        for x in (q, k, v)
     )
+    return q, k, v, torch.autocast(device_type, enabled=False)
 
 
 @torch.library.custom_op("dilated_attention_pytorch::block_sparse_forward", mutates_args=())

@@ -45,7 +45,7 @@ def request_of(q: Tensor, k: Tensor, layout: BlockLayout, extras: Extras, *, ret
 
 
 def check_backend(backend: str) -> str:
-    if backend != "auto" and backend not in BY_NAME:
+    if not isinstance(backend, str) or (backend != "auto" and backend not in BY_NAME):
         raise ValueError(f"backend must be one of {['auto', *BY_NAME]}, got {backend!r}")
     return backend
 

@@ -88,9 +88,7 @@ class LocalBlocks(BlockPattern):
 
 def hierarchical(levels: Sequence[tuple[int, int]], *, block_size: int = 128, causal: bool = False) -> Pattern:
     """The union of levels (stride, window): within `window` tokens, every `stride`-th block."""
-    if not levels:
-        raise ValueError("levels must hold at least one (stride, window) pair, got ()")
-    return reduce(or_, (LocalBlocks(window, stride, block_size, causal) for stride, window in levels))
+    return reduce(or_, (LocalBlocks(window, stride, block_size, causal) for stride, window in check_levels(levels)))
 
 
 @dataclass(frozen=True)
@@ -213,6 +211,13 @@ def mix32(x):  # type: ignore[no-untyped-def]
     x = ((x ^ (x >> 16)) * 0x045D9F3B) & MASK32
     x = ((x ^ (x >> 16)) * 0x045D9F3B) & MASK32
     return x ^ (x >> 16)
+
+
+def check_levels(levels: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    pairs = isinstance(levels, Sequence) and all(isinstance(pair, Sequence) and len(pair) == 2 for pair in levels)
+    if not pairs or not levels:
+        raise ValueError(f"levels must hold at least one (stride, window) pair and nothing else, got {levels!r}")
+    return tuple((stride, window) for stride, window in levels)
 
 
 def check_branches(segment_lengths: Sequence[int], dilation_rates: Sequence[int]) -> None:

@@ -8,7 +8,15 @@ from types import MappingProxyType
 from typing import Any
 
 from .base import Pattern
-from .blocks import DilatedBlocks, GlobalBlocks, LocalBlocks, check_block_size, check_ratio, hierarchical
+from .blocks import (
+    DilatedBlocks,
+    GlobalBlocks,
+    LocalBlocks,
+    check_block_size,
+    check_levels,
+    check_ratio,
+    hierarchical,
+)
 from .tokens import Causal
 
 DEFAULT_SEGMENT_LENGTHS = (2048, 4096, 8192)
@@ -54,7 +62,7 @@ class SparsePatternConfig:
     levels: Sequence[tuple[int, int]] | str | None = None
 
     def __post_init__(self) -> None:
-        if self.pattern_type not in _FIELDS:
+        if not isinstance(self.pattern_type, str) or self.pattern_type not in _FIELDS:
             raise ValueError(f"pattern_type must be one of {sorted(_FIELDS)}, got {self.pattern_type!r}")
         check_block_size("block_size", self.block_size)
         used = _FIELDS[self.pattern_type]
@@ -72,7 +80,7 @@ class SparsePatternConfig:
                 raise ValueError(f"levels must be pairs or one of {sorted(HIERARCHICAL_PRESETS)}, got {levels!r}")
             levels = HIERARCHICAL_PRESETS[levels]
         if levels is not None:
-            object.__setattr__(self, "levels", tuple((stride, window) for stride, window in levels))
+            object.__setattr__(self, "levels", check_levels(levels))
         if self.sparsity_ratio is not None:
             check_ratio("sparsity_ratio", self.sparsity_ratio)
         self.pattern()  # the patterns check the rest

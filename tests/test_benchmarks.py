@@ -1,0 +1,228 @@
+"""The benchmark: it runs, records what its numbers depend on, and times nothing that is wrong."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from dilated_attention_pytorch import BlockLayout, RandomBlocks, SlidingWindow, block_sparse_attention
+
+BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+
+
+@pytest.fixture
+def cpu(monkeypatch):
+    """The module of the command, with sizes that take a moment."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    import cpu
+
+    tiny = replace(cpu.QUICK, forward={256: 1}, training={256: 1}, flat={256: 1}, whole=256, matmul_side=64)
+    monkeypatch.setattr(cpu, "QUICK", tiny)
+    monkeypatch.setattr(cpu.Probes, "floats", 1 << 10)
+    return cpu
+
+
+@pytest.fixture
+def cases(cpu):
+    import cases
+
+    return cases
+
+
+def test_quick_run(tmp_path):
+    out = tmp_path / "made" / "cpu.json"
+    done = subprocess.run(
+        [sys.executable, BENCHMARKS / "cpu.py", "--quick", "--skip-flex", "--out", out],
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        timeout=120,
+        # Threads of a busy machine mostly wait for each other.
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    record = json.loads(out.read_text(encoding="utf-8"))
+    assert json.loads(done.stdout.splitlines()[-1]) == record["summary"]
+    assert str(Path.home()) not in out.read_text(encoding="utf-8")
+    assert out.with_suffix(".png").stat().st_size > 10_000
+
+    machine = record["environment"]
+    assert machine["torch"] == torch.__version__
+    assert machine["threads"] == 1
+    assert all(machine[name] for name in ("library", "commit", "date", "python", "system", "cpu"))
+    assert record["skip_flex"]
+    assert "--skip-flex" in record["forward"]["flex_note"]
+
+    assert {check["case"].split(",")[0] for check in record["gate"]} == {"forward", "training", "flat"}
+    assert all(0 <= check["error"] <= check["tolerance"] for check in record["gate"])
+
+    forward, training = record["forward"]["rows"], record["training"]["rows"]
+    assert [(row["tokens"], row["dense"]["extrapolated"]) for row in training] == [(2048, False), (4096, True)]
+    assert {row["tokens"] for row in forward if row["dense"]["extrapolated"]} == {4096}
+    assert {row["backend"] for row in forward if row["density"] == 1.0} == {"sdpa"}
+    assert {row["backend"] for row in forward if row["density"] < 1.0} == {"blockwise"}
+    for row in forward + training:
+        assert 0 < row["ours"]["min"] <= row["ours"]["median"] <= max(row["ours"]["times"])
+        assert row["ours"]["gflops"] > 0
+        assert row["matmul_share"] == pytest.approx(row["ours"]["gflops"] / row["matmul_gflops"])
+        assert row["floor"]["times_floor"] > 0.5  # nobody beats the machine, but for noise
+        assert row["real_density"] == row["active_blocks"] / (row["tokens"] // 128) ** 2
+    # q, k, v and out are there at the same time, so less than that cannot be right
+    assert all(1.0 <= row["ratio"] < 2.0 for row in record["memory"]["rows"])
+    assert len(record["flat"]["rows"]) == 4
+    assert set(record["summary"]["targets"]) == {
+        "full_density_ratio",
+        "training_ratio",
+        "memory_forward",
+        "memory_training",
+        "flat_window",
+        "flat_random",
+    }
+
+
+def moved(function, offset):
+    """The function with one number of its result moved."""
+
+    def wrong(*args, **kwargs):
+        out = function(*args, **kwargs)
+        return out + torch.zeros_like(out).index_fill_(1, torch.tensor([1]), offset)
+
+    return wrong
+
+
+@pytest.mark.parametrize("section", ["forward", "training"])
+@pytest.mark.parametrize("contender", ["block_sparse_attention", "scaled_dot_product_attention"])
+@pytest.mark.parametrize("offset", [1e-3, float("nan")])
+def test_a_wrong_contender_ends_the_run_before_it_is_timed(
+    cpu, monkeypatch, tmp_path, capsys, section, contender, offset
+):
+    def never(*args):
+        pytest.fail("timed")
+
+    monkeypatch.setattr(cpu, contender, moved(getattr(cpu, contender), offset))
+    monkeypatch.setattr(cpu, "interleave", never)
+    assert cpu.main(["--quick", "--skip-flex", "--only", section, "--out", str(tmp_path / "x.json")]) == 1
+    name = "ours 0.1" if contender == "block_sparse_attention" else "dense"
+    assert f": {name} differs from float64 in 2 query blocks by " in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("which", ["dq", "dk", "dv"])
+def test_a_wrong_gradient_ends_the_run(cpu, monkeypatch, tmp_path, capsys, which):
+    def wrong(*tensors_and_layout):
+        *tensors, layout = tensors_and_layout
+        place = ["dq", "dk", "dv"].index(which)
+        tensors[place] = tensors[place] * 1.0
+        tensors[place].register_hook(lambda grad: grad * 1.001)
+        return block_sparse_attention(*tensors, layout)
+
+    monkeypatch.setattr(cpu, "block_sparse_attention", wrong)
+    assert cpu.main(["--quick", "--only", "training", "--out", str(tmp_path / "x.json")]) == 1
+    assert f"training, 256 tokens, {which}: ours 0.1 differs" in capsys.readouterr().err
+
+
+def stand_in(q, k, v, block_mask):
+    """What compiled FlexAttention computes. (Not compiled, it does not look at the blocks, only at a mask_mod.)"""
+    mask = block_mask.to_dense().bool().repeat_interleave(128, dim=2).repeat_interleave(128, dim=3)
+    return scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+
+def test_a_wrong_flex_ends_the_run(cpu, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(torch, "compile", lambda function, **kwargs: function)
+    monkeypatch.setattr(cpu, "flex_attention", stand_in)
+    run = ["--quick", "--only", "forward", "--out", str(tmp_path / "x.json")]
+    assert cpu.main(run) == 0
+    record = json.loads((tmp_path / "x.json").read_text(encoding="utf-8"))
+    row = record["forward"]["rows"][0]
+    assert row["flex_ratio"] == pytest.approx(row["flex"]["median"] / row["ours"]["median"])
+    assert "compile_seconds" in record["forward"]["flex_compile"][0]
+    assert "flex_ratio" in record["summary"]["targets"]
+    monkeypatch.setattr(cpu, "flex_attention", lambda q, k, v, block_mask: scaled_dot_product_attention(q, k, v))
+    assert cpu.main(run) == 1
+    assert "flex 0.1 differs" in capsys.readouterr().err
+
+
+def test_a_part_does_not_replace_the_full_record(cpu):
+    def name(*argv):
+        return cpu.arguments(argv).out.relative_to(BENCHMARKS).as_posix()
+
+    assert name() == "results/cpu.json"
+    assert name("--quick", "--only", "flat") == "results/cpu-quick-flat.json"
+
+
+def test_targets_are_judged_by_the_worst_case_and_only_in_a_full_run(cpu):
+    def memory(ratio, quick=False):
+        row = {"kind": "forward", "ratio": ratio}
+        record = {"memory": {"rows": [row]}, "quick": quick, "skip_flex": False, "gate": [], "seconds": 0}
+        return cpu.summarise({**record, "environment": {}})["targets"]["memory_forward"]["met"]
+
+    assert [memory(1.15), memory(1.16), memory(1.0, quick=True)] == [True, False, None]
+    rows = [{"dense_ratio": ratio, "matmul_gflops": 1.0} for ratio in (0.9, 0.6, 0.8)]
+    record = {"training": {"rows": rows}, "quick": False, "skip_flex": False, "gate": [], "seconds": 0}
+    found = cpu.summarise({**record, "environment": {}})["targets"]["training_ratio"]
+    assert found == {"worst": 0.6, "median": 0.8, "target": 0.7, "met": False}
+
+
+def test_contenders_take_turns(cases):
+    calls = []
+    contenders = {name: lambda name=name: calls.append(name) for name in "abc"}
+    timings = cases.interleave(contenders, {"a": 2, "b": 4, "c": 1}, {"probe": lambda: calls.append("-")})
+    assert "".join(calls) == "b-a-b-b-a-b-c-"
+    assert [len(timings[name].times) for name in ("a", "b", "c", "probe")] == [2, 4, 1, 7]
+    timing = cases.Timing((3.0, 1.0, 2.0, 9.0))
+    assert timing.record() == {"median": 2.5, "min": 1.0, "times": [3.0, 1.0, 2.0, 9.0]}
+
+
+def test_random_masks_are_exact_seeded_and_the_same_for_flex(cases):
+    mask = cases.random_mask(32, 0.1)
+    assert mask.sum(1).tolist() == [3] * 32
+    assert cases.random_mask(32, 0.001).sum(1).tolist() == [1] * 32
+    assert cases.random_mask(8, 1.0).all()
+    assert mask.equal(cases.random_mask(32, 0.1))
+    assert not mask.equal(cases.random_mask(32, 0.1, seed=1))
+    flex = cases.flex_mask(mask, 128)
+    assert flex.seq_lengths == (4096, 4096)
+    assert flex.to_dense()[0, 0].bool().equal(mask)
+    assert int(flex.kv_num_blocks.sum()) == 0  # all of them full
+
+
+@pytest.mark.parametrize("pattern", [SlidingWindow(40, 3), RandomBlocks(3, block_size=16)], ids=str)
+def test_what_the_gate_expects_is_the_reference(cases, pattern):
+    inputs = cases.Inputs.make(160, 2, 8)
+    layout = BlockLayout.from_pattern(pattern, 160, block_size=16)
+    rows = [0, 5, 9]
+    at = cases.tokens_of(rows, 16)
+    got = cases.expected(inputs, layout, rows, gradients=True)
+    leaves = [x.double().requires_grad_() for x in inputs.ours]
+    out = block_sparse_attention(*leaves, layout, backend="reference")
+    do = torch.zeros_like(out).index_copy_(1, at, inputs.grad[:, at].double())
+    dq, dk, dv = torch.autograd.grad(out, leaves, do)
+    for name, want in {"out": out[:, at], "dq": dq[:, at], "dk": dk, "dv": dv}.items():
+        torch.testing.assert_close(got[name], want, rtol=0, atol=1e-12)
+    assert cases.expected(inputs, layout, rows)["out"].equal(got["out"])
+
+
+def test_the_commit_says_when_the_tree_is_dirty(cases, monkeypatch, tmp_path):
+    def git(*args):
+        identity = ("-c", "user.name=x", "-c", "user.email=x@example.org")
+        subprocess.run(["git", "-C", tmp_path, *identity, *args], check=True, capture_output=True)
+
+    results = tmp_path / "benchmarks" / "results"
+    results.mkdir(parents=True)
+    monkeypatch.setattr(cases, "HERE", tmp_path / "benchmarks")
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert cases.commit() == "unknown"
+    git("init")
+    git("commit", "--allow-empty", "-m", "first")
+    (results / "cpu.json").write_text("{}")
+    clean = cases.commit()
+    assert len(clean) == 40
+    (tmp_path / "new.py").write_text("")
+    assert cases.commit() == f"{clean}-dirty"
