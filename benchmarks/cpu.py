@@ -37,6 +37,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -309,7 +310,8 @@ def _forward_row(
 # --- training --------------------------------------------------------------------------------------------------------
 
 
-Step = Callable[[Tensor], tuple[Tensor, ...]]
+# An output gradient → a call that gives (out, dq, dk, dv).
+Step = Callable[[Tensor], Callable[[], tuple[Tensor, ...]]]
 
 
 def training(run: Run) -> dict[str, Any]:
@@ -326,7 +328,7 @@ def training(run: Run) -> dict[str, Any]:
             layouts["dense"] = BlockLayout.from_pattern(Full(), tokens, block_size=BLOCK)
         _gate_training(run, inputs, steps, layouts)
         run.say(f"training, {tokens} tokens: {repeats} × {len(steps)} contenders")
-        contenders = {name: lambda step=step, do=inputs.grad: step(do) for name, step in steps.items()}
+        contenders = {name: step(inputs.grad) for name, step in steps.items()}
         timings, rates = run.race(contenders, repeats)
         if measured:
             dense[tokens] = timings["dense"]
@@ -335,27 +337,24 @@ def training(run: Run) -> dict[str, Any]:
 
 
 def _our_step(inputs: Inputs, layout: BlockLayout) -> Step:
-    """Output gradient → (out, dq, dk, dv)."""
     leaves = [x.clone().requires_grad_() for x in inputs.ours]
 
-    def step(do: Tensor) -> tuple[Tensor, ...]:
+    def call(do: Tensor) -> tuple[Tensor, ...]:
         out = block_sparse_attention(*leaves, layout)
         return out.detach(), *torch.autograd.grad(out, leaves, do)
 
-    return step
+    return lambda do: partial(call, do)
 
 
 def _dense_step(inputs: Inputs) -> Step:
     leaves = [x.requires_grad_() for x in inputs.heads_first]
-    native = {}  # the output gradient with the heads first: its copy is not the contender's to pay
 
-    def step(do: Tensor) -> tuple[Tensor, ...]:
-        if native.get("of") is not do:
-            native.update({"of": do, "do": heads_first(do)})
+    def call(do: Tensor) -> tuple[Tensor, ...]:
         out = scaled_dot_product_attention(*leaves)
-        return tuple(x.transpose(1, 2) for x in (out.detach(), *torch.autograd.grad(out, leaves, native["do"])))
+        return tuple(x.transpose(1, 2) for x in (out.detach(), *torch.autograd.grad(out, leaves, do)))
 
-    return step
+    # Turning the gradient around is not the contender's to pay.
+    return lambda do: partial(call, heads_first(do))
 
 
 def _gate_training(run: Run, inputs: Inputs, steps: Mapping[str, Step], layouts: Mapping[str, BlockLayout]) -> None:
@@ -370,7 +369,7 @@ def _gate_training(run: Run, inputs: Inputs, steps: Mapping[str, Step], layouts:
         at = tokens_of(rows, BLOCK)
         want = expected(inputs, layouts[contender], rows, gradients=True)
         do = torch.zeros_like(inputs.grad).index_copy_(1, at, inputs.grad[:, at])
-        got = dict(zip(("out", "dq", "dk", "dv"), step(do), strict=True))
+        got = dict(zip(("out", "dq", "dk", "dv"), step(do)(), strict=True))
         for name in want:
             mine = got[name][:, at] if name in ("out", "dq") else got[name]
             case = f"training, {tokens} tokens, {name}"

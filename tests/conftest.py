@@ -1,16 +1,27 @@
 """Fixtures for every test."""
 
+from importlib.util import find_spec
+
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
-
-settings.register_profile(
-    "suite", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
-)
-settings.load_profile("suite")
 
 # The suite runs a process a core; more threads would only wait for each other.
 torch.set_num_threads(1)
+
+# A GPU machine may have PyTorch and pytest and nothing else: `pytest -m gpu` runs there all the same.
+HAVE_HYPOTHESIS = find_spec("hypothesis") is not None
+if HAVE_HYPOTHESIS:
+    from hypothesis import HealthCheck, settings
+
+    slow = [HealthCheck.too_slow, HealthCheck.data_too_large]
+    settings.register_profile("suite", deadline=None, derandomize=True, suppress_health_check=slow)
+    settings.load_profile("suite")
+else:
+    collect_ignore_glob = ["patterns/*", "layout/*", "backends/*", "ops/*", "nn/*", "test_*"]
+
+
+def pytest_report_header():
+    return [] if HAVE_HYPOTHESIS else ["hypothesis is not installed: only tests/gpu is collected"]
 
 
 @pytest.fixture(autouse=True)

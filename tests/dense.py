@@ -1,4 +1,4 @@
-"""Attention written out in full, from DESIGN.md and without a line of the library: what the modules are held against."""
+"""Attention written out in full, from DESIGN.md and without a line of the library: the modules must equal it."""
 
 import math
 

@@ -17,7 +17,10 @@ from dilated_attention_pytorch.nn.factory import VARIANTS
 
 CASES = {
     "base": (BlockSparseRingDilatedAttention, {"sparsity_ratio": 0.5, "block_size": 16}),
-    "ring": (BlockSparseRingDilatedAttention, {"sparse_config": SparsePatternConfig(sparsity_ratio=0.5, block_size=16)}),
+    "ring": (
+        BlockSparseRingDilatedAttention,
+        {"sparse_config": SparsePatternConfig(sparsity_ratio=0.5, block_size=16)},
+    ),
     "hierarchical": (BlockSparseHierarchical, {"levels": [(1, 32), (2, 64)], "block_size": 16}),
     "multihead": (BlockSparseRingMultiheadDilatedAttention, {"embed_dim": 24, "num_heads": 3, "block_size": 16}),
 }
@@ -72,7 +75,9 @@ def test_both_names_of_dropout(variant, name):
 
 @pytest.mark.parametrize("variant", ["adaptve", "", None, 3, ["base"]])
 def test_an_unknown_variant_lists_what_there_is(variant):
-    with pytest.raises(ValueError, match=r"variant must be one of \['base', 'hierarchical', 'multihead', 'ring'\], got"):
+    with pytest.raises(
+        ValueError, match=r"variant must be one of \['base', 'hierarchical', 'multihead', 'ring'\], got"
+    ):
         create_block_sparse_attention(variant)
 
 

@@ -161,7 +161,7 @@ class TestPattern:
     @pytest.mark.parametrize("num_kv_heads", [None, 4, 2, 1])
     def test_is_attention_over_the_pattern_between_the_projections(self, num_kv_heads, causal):
         module = multihead(LOCAL, num_kv_heads=num_kv_heads)
-        query, key, value = tensors = inputs()
+        query, *_ = tensors = inputs()
         got = module(*tensors, causal)
         pattern = module.attention.pattern(causal)
         reference = by_hand(
@@ -198,7 +198,15 @@ class TestPattern:
 
     def test_options_reach_the_attention(self):
         module = BlockSparseRingMultiheadDilatedAttention(
-            EMBED, HEADS, [64], [2], sparsity_ratio=0.3, block_size=32, scale=0.7, attention_dropout=0.2, backend="blockwise"
+            EMBED,
+            HEADS,
+            [64],
+            [2],
+            sparsity_ratio=0.3,
+            block_size=32,
+            scale=0.7,
+            attention_dropout=0.2,
+            backend="blockwise",
         )
         assert module.attention.segment_lengths == (64,)
         assert module.attention.dilation_rates == (2,)
@@ -241,7 +249,9 @@ def replica(module):
 
 class TestAsModule:
     @pytest.mark.parametrize("options", [{}, {"bias": False}, {"kdim": 10, "vdim": 14}], ids=str)
-    @pytest.mark.parametrize("through", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), save_and_load, replica])
+    @pytest.mark.parametrize(
+        "through", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), save_and_load, replica]
+    )
     def test_copied_saved_and_replicated(self, through, options):
         module = multihead(LOCAL, **options)
         tensors = inputs(kdim=options.get("kdim", EMBED), vdim=options.get("vdim", EMBED))
@@ -359,7 +369,12 @@ def test_bad_options(name):
 
 X = torch.zeros(2, SEQ, EMBED, dtype=torch.float64)
 CALLS = {
-    "rank 2": ((X[0], X, X), {}, ValueError, r"query must be \(batch, seq, features\) with 24 features, got \[37, 24\]"),
+    "rank 2": (
+        (X[0], X, X),
+        {},
+        ValueError,
+        r"query must be \(batch, seq, features\) with 24 features, got \[37, 24\]",
+    ),
     "rank 4": ((X, X[None], X), {}, ValueError, r"key must be .*, got \[1, 2, 37, 24\]"),
     "width": ((X, X, X[..., :8]), {}, ValueError, r"value must be .* with 24 features, got \[2, 37, 8\]"),
     "not a tensor": ((X, None, X), {}, ValueError, "key must be .*, got NoneType"),

@@ -1,0 +1,58 @@
+"""Every Python block of the README and the docs runs as it stands, top to bottom in one namespace a file."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+import dilated_attention_pytorch
+from dilated_attention_pytorch import BlockLayout
+from dilated_attention_pytorch.viz import block_states
+
+ROOT = Path(__file__).parent.parent
+FILES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def blocks(path):
+    return re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL)
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if blocks(p)], ids=lambda p: p.name)
+def test_code_runs(path):
+    namespace = {}
+    for code in blocks(path):
+        exec(compile(code, str(path), "exec"), namespace)
+    if path.name == "README.md":
+        assert namespace["out"].shape == namespace["q"].shape
+        assert namespace["weights"]["block_size"] == 128
+
+
+@pytest.mark.parametrize("path", [*FILES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"], ids=lambda p: p.name)
+def test_links_and_pictures_exist(path):
+    targets = re.findall(r"\]\((?!https?:)([^)#]+)\)", path.read_text())
+    missing = [target for target in targets if not (path.parent / target).exists()]
+    assert not missing
+
+
+def test_the_readme_names_the_two_commands_and_the_makefile_has_them():
+    readme, makefile = (ROOT / "README.md").read_text(), (ROOT / "Makefile").read_text()
+    for target in ("demo", "test"):
+        assert f"make {target}" in readme
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE)
+    assert "make test" in (ROOT / ".ci" / "run").read_text()
+
+
+DRAWN = re.findall(r"^## `(.*)`\n\n.*\n\n((?:    .*\n)+)", (ROOT / "docs" / "patterns.md").read_text(), re.MULTILINE)
+
+
+@pytest.mark.parametrize(("expression", "drawing"), DRAWN, ids=[expression for expression, _ in DRAWN])
+def test_patterns_are_drawn_as_they_are(expression, drawing):
+    pattern = eval(expression, vars(dilated_attention_pytorch))
+    states = block_states(BlockLayout.from_pattern(pattern, 128, block_size=16)).tolist()
+    assert [" ".join("·◪■"[state] for state in row) for row in states] == [
+        line.strip() for line in drawing.splitlines()
+    ]
+
+
+def test_every_pattern_is_drawn():
+    assert len(DRAWN) == 14
