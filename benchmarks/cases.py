@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import platform
 import statistics
 import subprocess
@@ -35,6 +36,7 @@ import dilated_attention_pytorch
 from dilated_attention_pytorch import BlockLayout
 
 HERE = Path(__file__).resolve().parent
+THREADING = ("OMP_", "GOMP_", "KMP_", "MKL_")
 
 # Largest error ÷ largest value. float32 stays near 1e-6 at every length here; a missing block makes it 1e-2 and more.
 TOLERANCE = 2e-5
@@ -51,6 +53,9 @@ def environment() -> dict[str, Any]:
         "system": f"{platform.system()} {platform.machine()}",
         "cpu": cpu_model(),
         "threads": torch.get_num_threads(),
+        "thread_settings": {name: os.environ[name] for name in sorted(os.environ) if name.startswith(THREADING)},
+        # Threads that wait for a thread without a core make small operators many times slower.
+        "load_before": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
     }
 
 

@@ -546,6 +546,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "matmul_side": plan.matmul_side,
         "shape": {"dtype": "float32", "batch": 1, "heads": HEADS, "head_dim": HEAD_DIM, "block": BLOCK},
     }
+    if (record["environment"]["load_before"] or 0.0) > 0.5:
+        run.say(f"this machine is busy, load {record['environment']['load_before']}: the times will not mean much")
     for name in (args.only,) if args.only else SECTIONS:
         record[name] = SECTIONS[name](run)
     record["gate"] = run.gate.checks

@@ -25,6 +25,7 @@ def as_text(record: Mapping[str, Any]) -> str:
     machine, gate = record["environment"], record["summary"]["gate"]
     parts = [
         f"{machine['cpu']}, {machine['threads']} threads, torch {machine['torch']}, commit {machine['commit']}",
+        f"Load of the machine before the run: {machine['load_before']}",
         f"{gate['checks']} checks against float64 and each other, worst {gate['worst'] or 0.0:.0e}",
     ]
     for name, write in (("forward", _forward), ("training", _training), ("memory", _memory), ("flat", _flat)):

@@ -56,6 +56,7 @@ def test_quick_run(tmp_path):
     machine = record["environment"]
     assert machine["torch"] == torch.__version__
     assert machine["threads"] == 1
+    assert machine["thread_settings"]["OMP_NUM_THREADS"] == "1"
     assert all(machine[name] for name in ("library", "commit", "date", "python", "system", "cpu"))
     assert record["skip_flex"]
     assert "--skip-flex" in record["forward"]["flex_note"]

@@ -6,6 +6,7 @@ import pickle
 
 import pytest
 import torch
+from tests import dense
 from torch import nn
 
 import dilated_attention_pytorch as package
@@ -17,7 +18,6 @@ from dilated_attention_pytorch import (
     block_sparse_attention,
     block_sparse_ring_multihead_dilated_attention_v2,
 )
-from tests import dense
 
 EMBED, HEADS, SEQ = 24, 4, 37
 EVERYTHING = SparsePatternConfig(pattern_type="local_window", local_window_size=4096, block_size=16)

@@ -32,6 +32,7 @@ TILE_SCORES = 1 << 20  # scores in one tile: they should stay in the cache
 RANGE_COPIED = 1 << 21  # elements of the query rows of a unit where key heads come one after the other
 RANGE_DIRECT = 1 << 19  # and where they are innermost
 REUSE = 2  # uses of a key block above which copying it first pays
+ACCELERATOR = 32  # how many times larger tiles and ranges are where there is no cache to stay in but a launch to pay
 
 
 def can_run(request: Request) -> tuple[bool, str]:
@@ -192,6 +193,7 @@ class _Call:
         self.key_heads = k.shape[2]
         self.device = q.device
         self.scratch = Scratch(q)
+        self.enlarge = 1 if q.device.type == "cpu" else ACCELERATOR
         group = self.num_heads // self.key_heads
         # Query heads stacked into one tile: all of a key head, unless each has its own list.
         self.stacked = 1 if layout.num_heads is not None and layout.num_heads > self.key_heads else group
@@ -215,7 +217,8 @@ class _Call:
                         yield from self._of_key_head(sample, key_head, [rows], keys, values)
 
     def _ranges(self, elements: int) -> list[range]:
-        num, step = self.layout.num_q_blocks, max(1, elements // (self.stacked * self.layout.block_q * self.head_dim))
+        num, row = self.layout.num_q_blocks, self.stacked * self.layout.block_q * self.head_dim
+        step = max(1, self.enlarge * elements // row)
         return [range(start, min(start + step, num)) for start in range(0, num, step)]
 
     def _of_key_head(
@@ -308,7 +311,8 @@ class _Call:
             for value in torch.unique(shape[width > 0]).tolist():
                 num_full, num = divmod(value, piece + 1)
                 same = (shape == value).nonzero()[:, 0]
-                at_once = max(1, TILE_SCORES // (self.stacked * layout.block_q * num * layout.block_k))
+                scores = self.stacked * layout.block_q * num * layout.block_k
+                at_once = max(1, self.enlarge * TILE_SCORES // scores)
                 for which in same.split(at_once):
                     entries = (first[which][:, None] + torch.arange(num)).to(self.device)
                     yield self._tile(unit, which, entries, num_full, is_first=begin == 0)

@@ -254,7 +254,7 @@ class BlockLayout:
         rule = self.by_query.rule_ids if self.by_query.rule_ids.numel() else torch.zeros_like(column)
         rule = torch.where(partial, rule, num_rules)
         row = torch.where(kept, row, num_rows)
-        order = (row.long() * self.num_k_blocks + column).argsort()
+        order = (row.long() * self.num_k_blocks + column).argsort(stable=True)
         everything = [EVERYTHING] + [NOTHING] * (self.rules.shape[1] - 1)
         rules = torch.cat((self.rules, self.rules.new_tensor([everything])))
         causal_right = rules[..., 1:2].clamp(max=0)
