@@ -3,7 +3,6 @@
 import pytest
 import torch
 from hypothesis import given, seed, settings
-from tests.strategies import cases
 
 from dilated_attention_pytorch import (
     BlockLayout,
@@ -19,6 +18,7 @@ from dilated_attention_pytorch import (
 )
 from dilated_attention_pytorch.backends import blockwise
 from dilated_attention_pytorch.testing import Case, assert_exact, errors_of_eager, oracle, results
+from tests.strategies import cases
 
 PATTERNS = {
     "full": Full(),

@@ -10,7 +10,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.strategies import layouts, lengths
 
 from dilated_attention_pytorch import (
     BlockLayout,
@@ -24,6 +23,7 @@ from dilated_attention_pytorch import (
     SlidingWindow,
 )
 from dilated_attention_pytorch.layout import BlockList, clear_layout_cache, layout_for
+from tests.strategies import layouts, lengths
 
 
 @st.composite

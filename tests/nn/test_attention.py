@@ -6,7 +6,6 @@ import pickle
 
 import pytest
 import torch
-from tests import dense
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -29,6 +28,7 @@ from dilated_attention_pytorch import (
     block_sparse_ring_dilated_attention,
     block_sparse_ring_dilated_attention_v2,
 )
+from tests import dense
 
 SEQ, BLOCK, NUM = 137, 16, 9  # the last block is cut
 SEGMENTS = {"segment_lengths": [48, 96], "dilation_rates": [1, 2]}
@@ -499,7 +499,7 @@ class TestAsModules:
 
 
 BAD = {
-    "unknown keyword": ({"window": 3}, TypeError, "unknown keyword 'window'; the pattern takes .*'local_window_size'"),
+    "unknown keyword": ({"window": 3}, TypeError, "unknown keyword 'window'; beside .*'local_window_size'"),
     "config and field": (
         {"sparse_config": SparsePatternConfig(), "block_size": 64},
         ValueError,

@@ -6,7 +6,6 @@ import pickle
 
 import pytest
 import torch
-from tests import dense
 from torch import nn
 
 import dilated_attention_pytorch as package
@@ -18,6 +17,7 @@ from dilated_attention_pytorch import (
     block_sparse_attention,
     block_sparse_ring_multihead_dilated_attention_v2,
 )
+from tests import dense
 
 EMBED, HEADS, SEQ = 24, 4, 37
 EVERYTHING = SparsePatternConfig(pattern_type="local_window", local_window_size=4096, block_size=16)
@@ -353,7 +353,7 @@ OPTIONS = {
     "float width": ({"embed_dim": 24.0}, TypeError, "embed_dim must be an int, got 24.0"),
     "kdim": ({"kdim": 0}, ValueError, "kdim must be at least 1, got 0"),
     "vdim": ({"vdim": "24"}, TypeError, "vdim must be an int, got '24'"),
-    "unknown": ({"add_bias_kv": True}, TypeError, "unknown keyword 'add_bias_kv'; the pattern takes"),
+    "unknown": ({"add_bias_kv": True}, TypeError, "unknown keyword 'add_bias_kv'; beside"),
     "config": ({"sparse_config": "local_window"}, TypeError, "must be a SparsePatternConfig, got str"),
     "dropout": ({"dropout": 0.1, "attention_dropout": 0.3}, ValueError, "must agree, got 0.1 and 0.3"),
     "backend": ({"backend": "fast"}, ValueError, "backend must be one of .*, got 'fast'"),
@@ -378,8 +378,8 @@ CALLS = {
     "rank 4": ((X, X[None], X), {}, ValueError, r"key must be .*, got \[1, 2, 37, 24\]"),
     "width": ((X, X, X[..., :8]), {}, ValueError, r"value must be .* with 24 features, got \[2, 37, 8\]"),
     "not a tensor": ((X, None, X), {}, ValueError, "key must be .*, got NoneType"),
-    "batch": ((X, X[:1], X[:1]), {}, ValueError, "batch size of q, 2, got 1"),
-    "keys and values": ((X, X, X[:, :5]), {}, ValueError, "k and v must have the same shape"),
+    "batch": ((X, X[:1], X[:1]), {}, ValueError, "key must have the batch size of query, 2, got 1"),
+    "keys and values": ((X, X, X[:, :5]), {}, ValueError, "key and value must have the same length"),
     "no tokens": ((X, X[:, :0], X[:, :0]), {}, ValueError, "k must not be empty"),
     "float32 for float64": ((X.float(), X, X), {}, TypeError, "query must .*float64, got torch.float32"),
     "float32 keys": ((X, X.float(), X), {}, TypeError, "key must .*float64, got torch.float32"),

@@ -129,7 +129,7 @@ BAD = {
     "segments for a window": (lambda: BlockSparseRingDilatedAttention([2048], [1], pattern_type="local_window"), ValueError, "segment_lengths and dilation_rates have no meaning for pattern_type 'local_window'"),
     "config twice": (lambda: BlockSparseRingDilatedAttention(sparse_config=SparsePatternConfig(), block_size=64), ValueError, r"\['block_size'\] must be given in sparse_config or as keywords, not both"),
     "config a dict": (lambda: BlockSparseRingDilatedAttention(sparse_config={"block_size": 64}), TypeError, "sparse_config must be a SparsePatternConfig, got dict"),
-    "module keyword": (lambda: BlockSparseRingDilatedAttention(sparcity=0.1), TypeError, "unknown keyword 'sparcity'; the pattern takes"),
+    "module keyword": (lambda: BlockSparseRingDilatedAttention(sparcity=0.1), TypeError, "unknown keyword 'sparcity'; beside the arguments of its signature"),
     "two dropouts": (lambda: BlockSparseRingDilatedAttention(dropout=0.1, attention_dropout=0.2), ValueError, "name the same thing and must agree, got 0.1 and 0.2"),
     "module dropout": (lambda: BlockSparseRingDilatedAttention(dropout=2.0), ValueError, r"dropout must be in \[0, 1\), got 2.0"),
     "module backend": (lambda: BlockSparseAttention(Full(), backend="fast"), ValueError, "backend must be one of .* got 'fast'"),

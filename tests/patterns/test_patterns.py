@@ -7,7 +7,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.strategies import BLOCKS, lengths, patterns
 
 from dilated_attention_pytorch import (
     BlockLayout,
@@ -25,6 +24,7 @@ from dilated_attention_pytorch import (
     SparsePatternConfig,
     hierarchical,
 )
+from tests.strategies import BLOCKS, lengths, patterns
 
 TOKENS = {
     "full": (Full(), 3, 3, "### ### ###"),

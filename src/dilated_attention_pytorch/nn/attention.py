@@ -167,7 +167,10 @@ def one_config(sparse_config: SparsePatternConfig | None, pattern_fields: dict[s
     """The configuration, given whole or by its fields, never both."""
     unknown = sorted(set(pattern_fields) - set(PATTERN_FIELDS))
     if unknown:
-        raise TypeError(f"unknown keyword {unknown[0]!r}; the pattern takes {sorted(PATTERN_FIELDS)}")
+        raise TypeError(
+            f"unknown keyword {unknown[0]!r}; beside the arguments of its signature the class takes the fields of "
+            f"SparsePatternConfig, {sorted(PATTERN_FIELDS)}"
+        )
     if sparse_config is None:
         return SparsePatternConfig(**pattern_fields)
     if not isinstance(sparse_config, SparsePatternConfig):

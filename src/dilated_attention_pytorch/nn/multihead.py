@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from ..ops import BlockSparseWeights
-from ..ops.checks import check_flag
+from ..ops.checks import check_flag, check_masks
 from ..patterns import SparsePatternConfig
 from ..patterns.base import check_int
 from .attention import BlockSparseRingDilatedAttention
@@ -112,20 +112,13 @@ class BlockSparseRingMultiheadDilatedAttention(nn.Module):
         need_weights: bool = False,
     ) -> Tensor | tuple[Tensor, BlockSparseWeights]:
         """Attend. Masks are (batch, seq_k) as in `block_sparse_attention`, whatever `batch_first` says."""
-        for name, x, width in (("query", query, self.embed_dim), ("key", key, self.kdim), ("value", value, self.vdim)):
-            order = "(batch, seq, features)" if self.batch_first else "(seq, batch, features)"
-            if not isinstance(x, Tensor) or x.ndim != 3 or x.shape[2] != width:
-                got = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
-                raise ValueError(f"{name} must be {order} with {width} features, got {got}")
-            if x.dtype != self.out_proj.weight.dtype and not torch.is_autocast_enabled(x.device.type):
-                raise TypeError(
-                    f"{name} must have the dtype of the parameters, {self.out_proj.weight.dtype}, got {x.dtype}"
-                )
-        if not self.batch_first:
-            query, key, value = (x.transpose(0, 1) for x in (query, key, value))
-        q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in self._project(query, key, value))
         check_flag("need_weights", need_weights)
         check_flag("return_attention_weights", return_attention_weights)
+        self._check(query, key, value)
+        if not self.batch_first:
+            query, key, value = (x.transpose(0, 1) for x in (query, key, value))
+        check_masks(query, key, key_padding_mask, document_ids)
+        q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in self._project(query, key, value))
         with_weights = need_weights or return_attention_weights
         result = self.attention(
             q, k, v, is_causal, with_weights, key_padding_mask=key_padding_mask, document_ids=document_ids
@@ -133,6 +126,23 @@ class BlockSparseRingMultiheadDilatedAttention(nn.Module):
         out = self.out_proj((result[0] if with_weights else result).flatten(2))
         out = out if self.batch_first else out.transpose(0, 1)
         return (out, result[1]) if with_weights else out
+
+    def _check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+        order = "(batch, seq, features)" if self.batch_first else "(seq, batch, features)"
+        batch_dim = 0 if self.batch_first else 1
+        dtype = self.out_proj.weight.dtype
+        for name, x, width in (("query", query, self.embed_dim), ("key", key, self.kdim), ("value", value, self.vdim)):
+            if not isinstance(x, Tensor) or x.ndim != 3 or x.shape[2] != width:
+                got = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
+                raise ValueError(f"{name} must be {order} with {width} features, got {got}")
+            cast = x.is_floating_point() and x.dtype != torch.float64 and torch.is_autocast_enabled(x.device.type)
+            if x.dtype != dtype and not cast:
+                raise TypeError(f"{name} must have the dtype of the parameters, {dtype}, got {x.dtype}")
+            if x.shape[batch_dim] != query.shape[batch_dim]:
+                sizes = query.shape[batch_dim], x.shape[batch_dim]
+                raise ValueError(f"{name} must have the batch size of query, {sizes[0]}, got {sizes[1]}")
+        if key.shape[:2] != value.shape[:2]:
+            raise ValueError(f"key and value must have the same length, got {list(key.shape)} and {list(value.shape)}")
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> Sequence[Tensor]:
         if self._packed:

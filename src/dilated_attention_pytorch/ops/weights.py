@@ -44,6 +44,10 @@ class BlockSparseWeights(Mapping[str, Any]):
     def __len__(self) -> int:
         return len(self._items)
 
+    # Like tensors, two of these are equal only if they are one.
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+
     def __repr__(self) -> str:
         return f"BlockSparseWeights({len(self['block_indices'])} blocks of {self['shape']})"
 

@@ -48,7 +48,11 @@ class BlockPattern(Pattern):
         return frozenset((self.block_size,))
 
     def shift(self, seq_q: int, seq_k: int) -> int:
-        """The place of query block 0 among the key blocks; the ends of both sequences are aligned."""
+        """The place of query block 0 among the key blocks; the ends of both sequences are aligned, in whole blocks.
+
+        A block of queries has one place. If seq_k − seq_q is not a multiple of the block size, some queries stand in
+        the next block of keys already and are counted to the one before.
+        """
         return (seq_k - seq_q) // self.block_size
 
     def allows(self, query: int, key: int, seq_q: int, seq_k: int) -> bool:
