@@ -7,6 +7,7 @@ one softmax; its result is merged into the rows' running (out, lse).
 
 Key blocks that are used often are first copied together, one key head at a time, so that gathers read whole blocks;
 those used once or twice are gathered from the tensor as it lies, with the heads innermost to share its cache lines.
+Key heads are shared out over the threads: each share runs by itself, with operators that are not split (`workers`).
 
 Shapes: a tile has `num` pieces of `width` key blocks; query rows are [num, M, D] with M = stacked heads · block_q.
 """
@@ -15,12 +16,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from copy import copy
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from ..layout import BlockLayout
+from . import workers
 from .base import Extras, Request, aligned_queries, compute_dtype
 from .dropout import keep_mask
 
@@ -29,8 +33,9 @@ name = "blockwise"
 # Tuned on 2 CPU cores; benchmarks/results/cpu.json has what they give.
 PIECE = 1024  # keys in one piece of a row
 TILE_SCORES = 1 << 20  # scores in one tile: they should stay in the cache
-RANGE_COPIED = 1 << 21  # elements of the query rows of a unit where key heads come one after the other
+RANGE_COPIED = 1 << 20  # elements of the query rows of a unit where key heads come one after the other
 RANGE_DIRECT = 1 << 19  # and where they are innermost
+HEADS_A_COPY = 4  # key heads for each copy of one that is held at a time
 REUSE = 2  # uses of a key block above which copying it first pays
 ACCELERATOR = 32  # how many times larger tiles and ranges are where there is no cache to stay in but a launch to pay
 
@@ -58,7 +63,13 @@ class Scratch:
 def forward(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, extras: Extras) -> tuple[Tensor, Tensor]:
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=compute_dtype(q.dtype), device=q.device)
-    call = _Call(q, k, v, layout, extras)
+    shares = _Call(q, k, v, layout, extras).shares()
+    workers.run([partial(_forward, share, q, out, lse) for share in shares])
+    return out, lse
+
+
+def _forward(call: _Call, q: Tensor, out: Tensor, lse: Tensor) -> None:
+    extras = call.extras
     for unit in call.units():
         queries = call.load("queries", q, unit).mul_(extras.scale)
         mixed = call.scratch("mixed", *queries.shape)
@@ -90,7 +101,6 @@ def forward(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, extras: Extras
         mixed[empty], total[empty] = 0.0, -torch.inf
         call.store(out, unit, mixed)
         call.store_lse(lse, unit, total)
-    return out, lse
 
 
 def backward(
@@ -108,6 +118,12 @@ def backward(
     new = torch.empty_like if call.copied else torch.zeros_like
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)
     dk, dv = (new(x, memory_format=torch.contiguous_format) for x in (k, v))
+    workers.run([partial(_backward, share, (do, dlse, q, out, lse), (dq, dk, dv)) for share in call.shares()])
+    return dq, dk, dv
+
+
+def _backward(call: _Call, given: tuple[Tensor, ...], grads: tuple[Tensor, Tensor, Tensor]) -> None:
+    (do, dlse, q, out, lse), (dq, dk, dv), extras = given, grads, call.extras
     for unit in call.units():
         dkeys, dvalues = call.accumulator("dkeys", dk, unit), call.accumulator("dvalues", dv, unit)
         queries = call.load("queries", q, unit).mul_(extras.scale)
@@ -140,7 +156,6 @@ def backward(
         if call.copied and unit.closes_key_head:
             call.store_keys(dk, unit, dkeys)
             call.store_keys(dv, unit, dvalues)
-    return dq, dk, dv
 
 
 def _merge(mixed: Tensor, total: Tensor, rows: Tensor | slice, part: Tensor, part_lse: Tensor) -> None:
@@ -185,7 +200,7 @@ class _Tile:
 
 
 class _Call:
-    """What all units of a call share."""
+    """What all units of a call share; a share of it has some of the key heads and its own scratch memory."""
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, extras: Extras) -> None:
         self.k, self.v, self.layout, self.extras = k, v, layout, extras
@@ -193,7 +208,8 @@ class _Call:
         self.key_heads = k.shape[2]
         self.device = q.device
         self.scratch = Scratch(q)
-        self.enlarge = 1 if q.device.type == "cpu" else ACCELERATOR
+        self.enlarge: float = 1 if q.device.type == "cpu" else ACCELERATOR
+        self.own_key_heads = range(self.key_heads)
         group = self.num_heads // self.key_heads
         # Query heads stacked into one tile: all of a key head, unless each has its own list.
         self.stacked = 1 if layout.num_heads is not None and layout.num_heads > self.key_heads else group
@@ -202,23 +218,40 @@ class _Call:
         plain = k.dtype == compute_dtype(k.dtype) and layout.seq_k % layout.block_k == 0
         self.copied = uses > REUSE or not plain
 
+    def shares(self) -> list[_Call]:
+        """The call cut into parts that can run side by side, by key heads.
+
+        How many depends on the heads alone, so that a sample's bits do not depend on its batch; and copies of key
+        heads, one for each share, stay a small part of what the call holds anyway.
+        """
+        num = self.key_heads // HEADS_A_COPY if self.copied else self.key_heads
+        num = max(1, min(num, torch.get_num_threads())) if self.device.type == "cpu" else 1
+        shares = []
+        for i in range(num):
+            share = copy(self)
+            share.own_key_heads = range(self.key_heads * i // num, self.key_heads * (i + 1) // num)
+            share.scratch = Scratch(self.k)
+            share.enlarge = self.enlarge / num
+            shares.append(share)
+        return shares
+
     def units(self) -> Iterator[_Unit]:
         for sample in range(self.batch):
             if self.copied:
-                for key_head in range(self.key_heads):
+                for key_head in self.own_key_heads:
                     keys, values = (
                         self._copy(n, x[sample, :, key_head]) for n, x in (("keys", self.k), ("values", self.v))
                     )
                     yield from self._of_key_head(sample, key_head, self._ranges(RANGE_COPIED), keys, values)
             else:
                 for rows in self._ranges(RANGE_DIRECT):
-                    for key_head in range(self.key_heads):
+                    for key_head in self.own_key_heads:
                         keys, values = (self._view(x, sample, key_head) for x in (self.k, self.v))
                         yield from self._of_key_head(sample, key_head, [rows], keys, values)
 
     def _ranges(self, elements: int) -> list[range]:
         num, row = self.layout.num_q_blocks, self.stacked * self.layout.block_q * self.head_dim
-        step = max(1, self.enlarge * elements // row)
+        step = max(1, int(self.enlarge * elements) // row)
         return [range(start, min(start + step, num)) for start in range(0, num, step)]
 
     def _of_key_head(
@@ -312,7 +345,7 @@ class _Call:
                 num_full, num = divmod(value, piece + 1)
                 same = (shape == value).nonzero()[:, 0]
                 scores = self.stacked * layout.block_q * num * layout.block_k
-                at_once = max(1, self.enlarge * TILE_SCORES // scores)
+                at_once = max(1, int(self.enlarge * TILE_SCORES) // scores)
                 for which in same.split(at_once):
                     entries = (first[which][:, None] + torch.arange(num)).to(self.device)
                     yield self._tile(unit, which, entries, num_full, is_first=begin == 0)
