@@ -108,7 +108,7 @@ def test_causal_is_the_pattern_and_causal(layout):
 @given(any_layout())
 @settings(max_examples=100)
 def test_the_constructor_accepts_what_the_builders_make(layout):
-    again = replace(layout, checked=False)
+    again = replace(layout, kind=None, checked=False)
     assert torch.equal(again.to_dense(), layout.to_dense())
 
 

@@ -16,6 +16,7 @@ from dilated_attention_pytorch import (
     block_sparse_attention,
 )
 from dilated_attention_pytorch.layout import clear_layout_cache
+from dilated_attention_pytorch.memory import measure_peak
 from dilated_attention_pytorch.ops.block_sparse import _backward, _forward
 
 
@@ -133,6 +134,81 @@ class TestCompile:
 
         want = block_sparse_attention(q * 2, k, v, layout, backend="reference").sum(-1)
         torch.testing.assert_close(model(q, k, v), want)
+
+
+def test_several_lengths_compile():
+    """A layout is a constant of its graph, so every length has a graph."""
+    torch._dynamo.reset()
+    compiled = torch.compile(block_sparse_attention, fullgraph=True, backend="aot_eager")
+    for seq in (64, 80, 100):
+        q, k, v = qkv(seq=seq)
+        want = block_sparse_attention(q, k, v, SlidingWindow(9, 0), backend="reference")
+        torch.testing.assert_close(compiled(q, k, v, SlidingWindow(9, 0)), want)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_evaluating_first_does_not_spoil_training(is_causal):
+    """What is remembered was made in inference mode; autograd refuses to save such tensors."""
+    clear_layout_cache()
+    q, k, v = qkv()
+    layout = random_layout(9)
+    for what in (SlidingWindow(5, 0), layout):
+        with torch.inference_mode():
+            block_sparse_attention(q, k, v, what, is_causal=is_causal)
+        block_sparse_attention(q, k, v, what, is_causal=is_causal).sum().backward()
+    with torch.inference_mode():
+        lists = random_layout(10).by_key
+    assert not lists.indices.is_inference()
+
+
+def test_forward_mode_is_refused_and_not_dropped():
+    """PyTorch gives a zero tangent for an operator without a formula."""
+    q, k, v = qkv(requires_grad=False)
+
+    def attend(x, backend):
+        return block_sparse_attention(x, k, v, SlidingWindow(4, 0), backend=backend)
+
+    with pytest.raises(RuntimeError, match="no forward-mode derivative; use backend='reference'"):
+        torch.func.jvp(lambda x: attend(x, "auto"), (q,), (torch.ones_like(q),))
+    _, tangent = torch.func.jvp(lambda x: attend(x, "reference"), (q,), (torch.ones_like(q),))
+    assert tangent.abs().max() > 0
+
+
+def test_an_infinite_gradient_of_an_empty_row_is_no_gradient():
+    """The square of lse, a common penalty, has an infinite gradient where lse is −inf."""
+    q, k, v = qkv()
+    padding = torch.zeros(2, 100, dtype=torch.bool)
+    padding[0, :16] = True
+    _, lse = block_sparse_attention(q, k, v, SlidingWindow(3, 0), key_padding_mask=padding, return_lse=True)
+    assert (lse == -torch.inf).any()
+    lse.square().sum().backward()
+    assert q.grad.isfinite().all()
+    assert k.grad.isfinite().all()
+    assert (q.grad[0, :16] == 0).all()
+
+
+def test_lists_of_one_sample_serve_every_sample():
+    q, k, v = qkv(heads_kv=4)
+    mask = torch.rand(1, 4, 7, 7) < 0.5
+    layout = BlockLayout.from_block_mask(mask, 16, seq_q=100, seq_k=100)
+    want = BlockLayout.from_block_mask(mask[0], 16, seq_q=100, seq_k=100)
+    assert torch.equal(block_sparse_attention(q, k, v, layout), block_sparse_attention(q, k, v, want))
+
+
+def test_huge_values_in_several_pieces_do_not_overflow():
+    q, k, v = (torch.randn(1, 4096, 1, 8) for _ in range(3))
+    v = torch.where(torch.arange(4096)[:, None, None] % 2048 < 1024, 3e38, -3e38).expand_as(v)
+    out = block_sparse_attention(q, k, v, Full(), backend="blockwise")
+    assert out.isfinite().all()
+
+
+def test_a_strided_head_dim_stays_linear_in_memory():
+    """PyTorch's own dense attention takes its quadratic kernel for such tensors: 1 GiB of scores here."""
+    q = torch.randn(1, 16, 1, 16384).permute(0, 3, 2, 1)
+    block_sparse_attention(q[:, :64], q[:, :64], q[:, :64], Full())
+    with measure_peak() as peak:
+        block_sparse_attention(q, q, q, Full())
+    assert peak.peak_bytes < 200e6
 
 
 def test_autocast_runs_in_its_dtype():

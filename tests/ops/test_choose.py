@@ -19,7 +19,7 @@ CALLS = {
     "dropout": (qkv(), Full(), {"dropout_p": 0.1}, "blockwise", "dropout is not reproducible there"),
     "padding": (qkv(), Full(), {"key_padding_mask": torch.ones(1, 40, dtype=torch.bool)}, "blockwise", "dense mask"),
     "unequal lengths": (qkv(seq_q=7), Causal(), {}, "blockwise", "aligned at the end"),
-    "grouped heads": (qkv(heads=4), Full(), {}, "blockwise", "repeats grouped key heads"),
+    "grouped heads": (qkv(heads=4), Full(), {}, "blockwise", "for grouped key heads in half precision on CUDA alone"),
 }
 
 
@@ -59,6 +59,7 @@ def test_explain_names_a_backend_that_was_asked_for():
     explanation = explain(*qkv(), Full(), backend="blockwise")
     assert explanation.chosen == "blockwise"
     assert explanation.reasons["blockwise"].startswith("chosen: named by the caller")
+    assert explanation.reasons["sdpa"].startswith("not chosen, another was named")
 
 
 def test_a_named_backend_runs(monkeypatch):

@@ -53,6 +53,17 @@ def test_rows_that_are_empty_in_some_or_all_parts():
     assert lse.tolist() == [[[0.5, -torch.inf]]]
 
 
+def test_empty_rows_have_no_gradient_and_hide_what_is_in_them():
+    outs = [torch.full((1, 2, 1, 3), torch.nan, requires_grad=True), torch.ones(1, 2, 1, 3, requires_grad=True)]
+    lses = [torch.full((1, 1, 2), -torch.inf), torch.tensor([[[0.5, -torch.inf]]])]
+    lses = [lse.requires_grad_() for lse in lses]
+    out, lse = merge_attention(outs, lses)
+    assert torch.equal(out[:, 0], torch.ones(1, 1, 3))
+    assert torch.equal(out[:, 1], torch.zeros(1, 1, 3))
+    lse.square().sum().backward()
+    assert lses[1].grad.tolist() == [[[1.0, 0.0]]]
+
+
 def test_a_key_in_two_parts_counts_twice():
     q, k, v = (torch.randn(1, 5, 1, 4, dtype=torch.float64) for _ in range(3))
     part = block_sparse_attention(q, k, v, Full(), return_lse=True)
@@ -68,6 +79,11 @@ def test_compiles():
 
 
 BAD = {
+    "integers": (
+        lambda o, s: ([x.long() for x in o], s),
+        "outs must be float64, .* got torch.int64",
+    ),
+    "numbers": (lambda o, s: (o, [1, 2, 3]), r"lses must be a sequence of tensors, got \[1, 2, 3\]"),
     "nothing": (lambda o, s: ([], []), "same length, at least 1, got 0 and 0"),
     "lengths": (lambda o, s: (o, s[:2]), "same length, at least 1, got 3 and 2"),
     "rank": (lambda o, s: ([x[0] for x in o], s), r"outs must be tensors \(batch, seq, heads, head_dim\)"),
@@ -81,7 +97,7 @@ BAD = {
 @pytest.mark.parametrize("name", BAD)
 def test_bad_input(name):
     change, message = BAD[name]
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         merge_attention(*change(*parts()))
 
 

@@ -39,6 +39,7 @@ class Request:
     kind: str | None  # of the layout, after is_causal
     square: bool  # seq_q == seq_k
     grouped: bool  # fewer key heads than query heads
+    head_dim: int
     dropout: bool
     masked: bool
     return_lse: bool

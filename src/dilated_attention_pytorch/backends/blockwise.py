@@ -132,7 +132,9 @@ def _backward(call: _Call, given: tuple[Tensor, ...], grads: tuple[Tensor, Tenso
         delta = dqueries.mul_(grad).sum(-1) - call.load_lse("dlse", dlse, unit)
         dqueries.zero_()
         total = call.load_lse("total", lse, unit)
-        total.masked_fill_(total == -torch.inf, torch.inf)  # an empty row has no weight anywhere
+        empty = total == -torch.inf
+        total.masked_fill_(empty, torch.inf)  # no weight anywhere,
+        delta.masked_fill_(empty, 0.0)  # and no gradient, even if an infinite one comes in
         for tile in call.tiles(unit):
             scores = call.scores(queries, unit, tile)
             weights = scores.sub_(total[tile.rows, :, None]).exp_()
@@ -163,7 +165,8 @@ def _merge(mixed: Tensor, total: Tensor, rows: Tensor | slice, part: Tensor, par
     old = total[rows]
     share = torch.sigmoid(part_lse - old)  # exp(part) / (exp(part) + exp(old))
     share.masked_fill_(part_lse == -torch.inf, 0.0)
-    mixed[rows] = torch.lerp(mixed[rows], part, share[..., None])
+    share = share[..., None]
+    mixed[rows] = (mixed[rows] * (1 - share)).addcmul_(part, share)  # lerp would overflow where the values do not
     total[rows] = torch.logaddexp(old, part_lse)
 
 
@@ -321,7 +324,7 @@ class _Call:
         if layout.num_heads is not None:
             first = unit.heads.start * layout.num_heads // self.num_heads
         if layout.batch_size is not None:
-            first += unit.sample * (layout.num_heads or 1)
+            first += unit.sample % layout.batch_size * (layout.num_heads or 1)
         row = slice(first * layout.num_q_blocks + unit.rows.start, first * layout.num_q_blocks + unit.rows.stop)
         offsets, splits = self.edges
         return offsets[row], splits[row], offsets[1:][row]
@@ -423,7 +426,7 @@ class _Call:
             self._queries(tile)[:, None, :, None],
             self._keys(tile).flatten(1)[:, None, None],
         )
-        return kept.flatten(1, 2).to(self.scratch("part", 0).dtype).div_(1.0 - self.extras.dropout_p)
+        return kept.flatten(1, 2).to(compute_dtype(self.k.dtype)).div_(1.0 - self.extras.dropout_p)
 
 
 def _into_blocks(blocks: Tensor, tokens: Tensor) -> None:

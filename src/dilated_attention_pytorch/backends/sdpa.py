@@ -20,9 +20,14 @@ def can_run(request: Request) -> tuple[bool, str]:
         "lse was asked for": request.return_lse,
         "dropout is not reproducible there": request.dropout,
         "key_padding_mask and document_ids need a dense mask there": request.masked,
-        "it repeats grouped key heads on a CPU": request.grouped and request.device.type == "cpu",
+        "it has a linear-memory kernel for grouped key heads in half precision on CUDA alone": (
+            request.grouped and (request.device.type != "cuda" or request.dtype not in (torch.float16, torch.bfloat16))
+        ),
         "it has no linear-memory kernel for float64 on this device": (
             request.dtype == torch.float64 and request.device.type != "cpu"
+        ),
+        "it has no linear-memory kernel for this head_dim on this device": (
+            request.head_dim > 256 and request.device.type != "cpu"
         ),
     }
     for reason, refused in refusals.items():
@@ -31,7 +36,9 @@ def can_run(request: Request) -> tuple[bool, str]:
     return True, f"the layout is {request.kind}: nothing is sparse"
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, extras: Extras) -> Tensor:
+def attention(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, extras: Extras) -> tuple[Tensor, None]:
+    # Its kernels read rows; for anything else it would take the quadratic one.
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     out = scaled_dot_product_attention(
         q.transpose(1, 2),
         k.transpose(1, 2),
@@ -40,4 +47,4 @@ def attention(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, extras: Extr
         scale=extras.scale,
         enable_gqa=q.shape[2] != k.shape[2],
     )
-    return out.transpose(1, 2)
+    return out.transpose(1, 2), None

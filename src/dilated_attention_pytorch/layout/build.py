@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache, singledispatch
+from functools import singledispatch
 from itertools import pairwise, product
+from math import prod
 
 import torch
 from torch import Tensor
@@ -38,6 +39,9 @@ CHUNK = 1 << 18
 
 # A block's rule is the set of intervals that reach it, so the table has a row for every set.
 MAX_INTERVALS = 6
+
+# An intersection of unions has a term for every choice of one part of each.
+MAX_TERMS = 64
 
 
 @dataclass(frozen=True)
@@ -90,7 +94,10 @@ def _(pattern: Or) -> list[Term]:
 @terms_of.register
 def _(pattern: And) -> list[Term]:
     joined = []
-    for choice in product(*(terms_of(part) for part in pattern.parts)):
+    parts = [terms_of(part) for part in pattern.parts]
+    if prod(map(len, parts)) > MAX_TERMS:
+        raise ValueError(f"a pattern may be a union of at most {MAX_TERMS} parts once written out, got {pattern}")
+    for choice in product(*parts):
         interval = EVERYTHING
         for term in choice:
             interval = interval & term.interval
@@ -301,14 +308,9 @@ def _(rule: Blocks, num_blocks: int) -> int:
     return ceil_div(len(rule.pairs), max(1, num_blocks))
 
 
-@lru_cache(maxsize=8)
-def _pairs(rule: Blocks) -> Tensor:
-    return torch.tensor(rule.pairs, dtype=torch.int64).reshape(-1, 2).T.contiguous()
-
-
 @_key_blocks.register
 def _(rule: Blocks, rows: Tensor, num_blocks: int) -> tuple[Tensor, Tensor]:
-    row, column = _pairs(rule).to(rows.device)
+    row, column = torch.tensor(rule.pairs, dtype=torch.int64, device=rows.device).reshape(-1, 2).T.contiguous()
     first, stop = torch.searchsorted(row, rows), torch.searchsorted(row, rows, right=True)
     which, place = _ragged(torch.arange(len(rows), device=rows.device), first, stop - first)
     inside = column[place] < num_blocks

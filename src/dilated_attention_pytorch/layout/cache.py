@@ -16,8 +16,9 @@ CAPACITY = 100
 def layout_for(
     pattern: Pattern, seq_q: int, seq_k: int, block_size: int | tuple[int, int], device: torch.device
 ) -> BlockLayout:
-    """`BlockLayout.from_pattern`, remembered."""
-    return BlockLayout.from_pattern(pattern, seq_q, seq_k, block_size=block_size, device=device)
+    """`BlockLayout.from_pattern`, remembered; for training too, whatever mode the first call was made in."""
+    with torch.inference_mode(False):
+        return BlockLayout.from_pattern(pattern, seq_q, seq_k, block_size=block_size, device=device)
 
 
 def clear_layout_cache() -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ..patterns.base import check_int
 from .rules import key_bounds
 
 if TYPE_CHECKING:
@@ -71,6 +72,8 @@ class AttentionCost:
     def of(
         cls, layout: BlockLayout, *, batch: int, heads: int, heads_kv: int, head_dim: int, itemsize: int
     ) -> AttentionCost:
+        for name, value in (("batch", batch), ("heads", heads), ("head_dim", head_dim), ("itemsize", itemsize)):
+            check_int(name, value, least=1)
         copies, rest = divmod(batch * heads, layout.num_lists)
         if rest:
             raise ValueError(

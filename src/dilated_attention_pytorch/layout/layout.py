@@ -13,7 +13,7 @@ from torch import Tensor
 from ..patterns import Pattern, PerHead
 from ..patterns.base import check_int
 from ..patterns.blocks import ceil_div, check_block_size
-from ..patterns.tokens import EVERYTHING, Interval
+from ..patterns.tokens import EVERYTHING, UNBOUNDED, Interval
 from . import build, cost
 from .lists import BlockList
 from .rules import NOTHING, document_bounds, key_bounds
@@ -96,6 +96,8 @@ class BlockLayout:
         if len(packings) > 1:
             raise ValueError(f"a pattern may speak of one packing of documents, got {len(packings)}: {packings}")
         heads = pattern.patterns if isinstance(pattern, PerHead) else (pattern,)
+        if num_heads is not None:
+            check_int("num_heads", num_heads, least=1)
         if num_heads is not None and len(heads) not in (1, num_heads):
             raise ValueError(f"num_heads must be the pattern's {len(heads)} heads, got {num_heads}")
         device = torch.device("cpu" if device is None else device)
@@ -209,6 +211,10 @@ class BlockLayout:
     @cached_property
     def by_key(self) -> BlockList:
         """The same blocks by key block: row `list · num_k_blocks + key block` names query blocks. Made when asked."""
+        with torch.inference_mode(False):
+            return self._make_by_key()
+
+    def _make_by_key(self) -> BlockList:
         query_block = self.by_query.row_of_entry()
         partial = self.by_query.is_partial(query_block)
         num_rows = self.num_lists * self.num_k_blocks
@@ -238,7 +244,9 @@ class BlockLayout:
         if torch.compiler.is_compiling():
             return self._make_causal()
         if "_causal" not in self.__dict__:
-            self.__dict__["_causal"] = self._make_causal()
+            with torch.inference_mode(False):
+                causal = self._make_causal()
+                self.__dict__["_causal"] = replace(causal, by_query=causal.by_query.trimmed(), checked=True)
         return self.__dict__["_causal"]
 
     def _make_causal(self) -> BlockLayout:
@@ -373,6 +381,10 @@ class BlockLayout:
             self, by_query=by_query, rules=self.rules.to(device), documents=self.documents.to(device), checked=True
         )
 
+    def __getstate__(self) -> dict[str, object]:
+        """What can be made again is not stored."""
+        return {name: value for name, value in self.__dict__.items() if name not in ("_causal", "by_key")}
+
     def __repr__(self) -> str:
         lists = f", lists={list(self._list_shape)}" if self._list_shape else ""
         kind = f", kind={self.kind!r}" if self.kind else ""
@@ -387,7 +399,7 @@ def _range(stop: int, device: torch.device) -> Tensor:
 
 
 def _block_pair(block_size: int | Sequence[int]) -> tuple[int, int]:
-    pair = (block_size, block_size) if isinstance(block_size, int) else tuple(block_size)
+    pair = tuple(block_size) if isinstance(block_size, Sequence) else (block_size, block_size)
     if len(pair) != 2:
         raise ValueError(f"block_size must be an int or a pair (block_q, block_k), got {block_size!r}")
     for size in pair:
@@ -406,6 +418,10 @@ def _check_sizes(seq_q: int, seq_k: int, block_size: int | tuple[int, int]) -> t
 def _check(layout: BlockLayout) -> None:
     """Refuse lists that are not a layout, before a kernel follows them out of bounds."""
     lengths, _ = _check_sizes(layout.seq_q, layout.seq_k, layout.blocks)
+    if layout.kind is not None:
+        raise ValueError(f"kind is found by from_pattern and from_block_mask and cannot be given, got {layout.kind!r}")
+    if not isinstance(layout.by_query, BlockList):
+        raise TypeError(f"by_query must be a BlockList, got {type(layout.by_query).__name__}")
     for name in ("num_heads", "batch_size"):
         if getattr(layout, name) is not None:
             check_int(name, getattr(layout, name), least=1)
@@ -413,6 +429,8 @@ def _check(layout: BlockLayout) -> None:
     tensors = {"offsets": lists.offsets, "splits": lists.splits, "indices": lists.indices, "rule_ids": lists.rule_ids}
     num_rows = layout.num_lists * layout.num_q_blocks
     for name, tensor in {**tensors, "rules": rules, "documents": documents}.items():
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
         if tensor.dtype != torch.int32:
             raise TypeError(f"{name} must be int32, got {tensor.dtype}")
         if tensor.device != layout.device:
@@ -423,25 +441,30 @@ def _check(layout: BlockLayout) -> None:
             raise ValueError(f"{name} must have shape {list(shape)}, got {list(tensors[name].shape)}")
     if rules.ndim != 3 or not rules.numel() or rules.shape[2] != len(EVERYTHING):
         raise ValueError(f"rules must have shape [rules, intervals, {len(EVERYTHING)}], got {list(rules.shape)}")
+    if (rules.long().abs() > UNBOUNDED).any():
+        raise ValueError(f"rules must hold values between {-UNBOUNDED} and {UNBOUNDED}, got {int(rules.abs().max())}")
     if documents.shape not in ((2, 0), (2, lengths[0])):
         raise ValueError(f"documents must have shape [2, seq_q = {lengths[0]}] or [2, 0], got {list(documents.shape)}")
+    if lists.rule_ids.ndim != 1:
+        raise ValueError(f"rule_ids must have one dimension, got shape {list(lists.rule_ids.shape)}")
     if len(lists.rule_ids) != len(lists.indices) and not (lists.rule_ids.numel() == 0 and len(rules) == 1):
         raise ValueError(
             f"rule_ids must name a rule for each of {len(lists.indices)} blocks, got {len(lists.rule_ids)}"
         )
     edges = torch.stack((lists.offsets[:-1], lists.splits, lists.offsets[1:]))
-    if lists.offsets[0] != 0 or (edges.diff(dim=0) < 0).any() or lists.offsets[-1] > len(lists.indices):
+    if lists.offsets[0] != 0 or (edges.long().diff(dim=0) < 0).any() or lists.offsets[-1] > len(lists.indices):
         raise ValueError(
             f"offsets and splits must ascend from 0 to at most {len(lists.indices)}, the number of indices"
         )
-    _, _query_block, key_block, rule = layout.entries()
+    _, _, key_block, _ = layout.entries()
     if ((key_block < 0) | (key_block >= layout.num_k_blocks)).any():
         raise ValueError(
             f"indices must be key blocks from 0 to {layout.num_k_blocks - 1}, got "
             f"{int(key_block.min())} to {int(key_block.max())}"
         )
-    if (rule >= len(rules)).any() or (lists.rule_ids < 0).any():
-        raise ValueError(f"rule_ids must be rules from 0 to {len(rules) - 1}, got {int(lists.rule_ids.max())}")
+    wrong = lists.rule_ids[(lists.rule_ids < 0) | (lists.rule_ids >= len(rules))]
+    if len(wrong):
+        raise ValueError(f"rule_ids must be rules from 0 to {len(rules) - 1}, got {int(wrong[0])}")
     used = len(key_block)
     row = lists.row_of_entry()[:used]
     partial = lists.is_partial(lists.row_of_entry())[:used]

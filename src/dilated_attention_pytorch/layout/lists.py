@@ -49,12 +49,19 @@ class BlockList:
             indices.append(each.indices)
             rule_ids.append(each.rule_ids)
             base += len(each.indices)
+        if base >= 2**31:
+            raise ValueError(f"a layout must have fewer than {2**31} active blocks, got {base}: use larger blocks")
         offsets.append(offsets[-1].new_full((1,), base))
         return cls(torch.cat(offsets), torch.cat(splits), torch.cat(indices), torch.cat(rule_ids))
 
     @property
     def num_rows(self) -> int:
         return len(self.splits)
+
+    def trimmed(self) -> BlockList:
+        """The same without spare capacity."""
+        used = int(self.offsets[-1])
+        return BlockList(self.offsets, self.splits, self.indices[:used].clone(), self.rule_ids[:used].clone())
 
     def tensors(self) -> list[Tensor]:
         return [self.offsets, self.splits, self.indices, self.rule_ids]

@@ -9,9 +9,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..ops import BlockSparseWeights, attention_with_weights, block_sparse_attention
-from ..ops.checks import check_dropout, check_flag, check_scale
+from ..ops.checks import check_dropout, check_scale
 from ..ops.choose import check_backend
 from ..patterns import Causal, Pattern, SparsePatternConfig
+from ..patterns.base import check_flag
 from ..patterns.blocks import check_branches
 from ..patterns.config import DEFAULT_DILATION_RATES, DEFAULT_SEGMENT_LENGTHS
 
@@ -50,7 +51,7 @@ class BlockSparseAttention(nn.Module):
     def pattern(self, is_causal: bool = False) -> Pattern:
         """The pattern of a call."""
         check_flag("is_causal", is_causal)
-        return self._patterns[is_causal]
+        return self._patterns[1 if is_causal else 0]
 
     def forward(
         self,

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from ..ops import BlockSparseWeights
-from ..ops.checks import check_flag, check_masks
+from ..ops.checks import check_masks
 from ..patterns import SparsePatternConfig
-from ..patterns.base import check_int
+from ..patterns.base import check_flag, check_int
 from .attention import BlockSparseRingDilatedAttention
 
 
@@ -58,6 +58,8 @@ class BlockSparseRingMultiheadDilatedAttention(nn.Module):
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.kdim = embed_dim if kdim is None else kdim
         self.vdim = embed_dim if vdim is None else vdim
+        check_flag("batch_first", batch_first)
+        check_flag("bias", bias)
         self.batch_first = batch_first
         for name in ("embed_dim", "num_heads", "num_kv_heads", "kdim", "vdim"):
             check_int(name, getattr(self, name), least=1)
@@ -112,6 +114,7 @@ class BlockSparseRingMultiheadDilatedAttention(nn.Module):
         need_weights: bool = False,
     ) -> Tensor | tuple[Tensor, BlockSparseWeights]:
         """Attend. Masks are (batch, seq_k) as in `block_sparse_attention`, whatever `batch_first` says."""
+        check_flag("is_causal", is_causal)
         check_flag("need_weights", need_weights)
         check_flag("return_attention_weights", return_attention_weights)
         self._check(query, key, value)
@@ -138,6 +141,10 @@ class BlockSparseRingMultiheadDilatedAttention(nn.Module):
             cast = x.is_floating_point() and x.dtype != torch.float64 and torch.is_autocast_enabled(x.device.type)
             if x.dtype != dtype and not cast:
                 raise TypeError(f"{name} must have the dtype of the parameters, {dtype}, got {x.dtype}")
+            if x.device != self.out_proj.weight.device:
+                raise ValueError(
+                    f"{name} must be on the device of the parameters, {self.out_proj.weight.device}, got {x.device}"
+                )
             if x.shape[batch_dim] != query.shape[batch_dim]:
                 sizes = query.shape[batch_dim], x.shape[batch_dim]
                 raise ValueError(f"{name} must have the batch size of query, {sizes[0]}, got {sizes[1]}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 from ..backends.base import Extras, compute_dtype
 from ..layout import BlockLayout
 from ..patterns import Pattern
-from .choose import BY_NAME, check_call, choose, request_of
+from .choose import BY_NAME, check_backend, check_call, choose, leave_autocast, request_of
 from .weights import BlockSparseWeights, attention_weights
 
 
@@ -49,7 +48,8 @@ def block_sparse_attention(
     Returns:
         out like q, or (out, lse). A query that may see no key gives out 0, lse −inf and no gradient.
     """
-    q, k, v, autocast_off = _leave_autocast(q, k, v)
+    q, k, v, autocast_off = leave_autocast(q, k, v)
+    check_backend(backend)
     with autocast_off:
         layout, extras = check_call(
             q, k, v, layout_or_pattern, is_causal, scale, dropout_p, key_padding_mask, document_ids, return_lse
@@ -68,10 +68,9 @@ def _attend(
     chosen = choose(backend, request_of(q, k, layout, extras, return_lse=return_lse))
     if extras.dropout_p > 0.0:
         extras = extras._replace(seed=torch.randint(2**31, (), device=q.device))
-    if chosen.name == "sdpa":
-        return chosen.attention(q, k, v, layout, extras), None
-    if chosen.name == "reference":
+    if hasattr(chosen, "attention"):  # differentiable as it is
         return chosen.attention(q, k, v, layout, extras)
+    _refuse_forward_mode(q, k, v)
     tensors, sizes = layout.flatten()
     return _forward(
         q,
@@ -88,6 +87,14 @@ def _attend(
     )
 
 
+def _refuse_forward_mode(*tensors: Tensor) -> None:
+    """PyTorch would drop the tangents of an operator that has no formula for them, and say nothing."""
+    if torch.compiler.is_compiling():
+        return
+    if any(torch.autograd.forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        raise RuntimeError("block_sparse_attention has no forward-mode derivative; use backend='reference' for it")
+
+
 def attention_with_weights(
     q: Tensor,
     k: Tensor,
@@ -102,7 +109,8 @@ def attention_with_weights(
     backend: str = "auto",
 ) -> tuple[Tensor, BlockSparseWeights]:
     """`block_sparse_attention` and the weights before dropout, in memory proportional to the active blocks."""
-    q, k, v, autocast_off = _leave_autocast(q, k, v)
+    q, k, v, autocast_off = leave_autocast(q, k, v)
+    check_backend(backend)
     with autocast_off:
         layout, extras = check_call(
             q, k, v, layout_or_pattern, is_causal, scale, dropout_p, key_padding_mask, document_ids, True
@@ -110,22 +118,6 @@ def attention_with_weights(
         out, lse = _attend(q, k, v, layout, extras, backend, return_lse=True)
         assert lse is not None
         return out, attention_weights(q, k, lse, layout, extras)
-
-
-def _leave_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, AbstractContextManager[Any]]:
-    """Inside an autocast region attention takes its dtype, once, and then computes as it does elsewhere.
-
-    `scaled_dot_product_attention` does the same. Left on, autocast would round every product inside to that dtype.
-    """
-    device_type = q.device.type if isinstance(q, Tensor) else "cpu"
-    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
-        return q, k, v, nullcontext()
-    dtype = torch.get_autocast_dtype(device_type)
-    q, k, v = (
-        x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64 else x
-        for x in (q, k, v)
-    )
-    return q, k, v, torch.autocast(device_type, enabled=False)
 
 
 @torch.library.custom_op("dilated_attention_pytorch::block_sparse_forward", mutates_args=())

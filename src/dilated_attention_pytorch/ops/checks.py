@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import operator
 
 import torch
 from torch import Tensor
@@ -43,7 +43,7 @@ def check_scale(scale: float | None, head_dim: int) -> float:
         return head_dim**-0.5
     if not isinstance(scale, int | float) or isinstance(scale, bool):
         raise TypeError(f"scale must be a number or None, got {type(scale).__name__}")
-    if not math.isfinite(scale):
+    if not abs(scale) <= torch.finfo(torch.float32).max:
         raise ValueError(f"scale must be finite, got {scale}")
     return float(scale)
 
@@ -76,11 +76,6 @@ def check_masks(q: Tensor, k: Tensor, key_padding_mask: Tensor | None, document_
             raise ValueError(f"document_ids needs seq_q <= seq_k (queries are the last keys), got {seq_q} > {seq_k}")
 
 
-def check_flag(name: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} must be True or False, got {value!r}")
-
-
 def resolve_layout(q: Tensor, k: Tensor, layout_or_pattern: BlockLayout | Pattern, is_causal: bool) -> BlockLayout:
     """The layout of a call, `is_causal` included."""
     seq_q, seq_k, heads, heads_kv = q.shape[1], k.shape[1], q.shape[2], k.shape[2]
@@ -95,7 +90,8 @@ def resolve_layout(q: Tensor, k: Tensor, layout_or_pattern: BlockLayout | Patter
                 f"got {len(layout_or_pattern.patterns)}"
             )
         if torch.compiler.is_compiling():
-            return BlockLayout.unflatten(*_as_constants(layout_or_pattern, is_causal, seq_q, seq_k, q.device))
+            lengths = operator.index(seq_q), operator.index(seq_k)  # a graph for each pair of them
+            return BlockLayout.unflatten(*_as_constants(layout_or_pattern, is_causal, *lengths, q.device))
         return _remembered(layout_or_pattern, is_causal, seq_q, seq_k, q.device)
     if not isinstance(layout_or_pattern, BlockLayout):
         raise TypeError(f"layout_or_pattern must be a BlockLayout or a Pattern, got {type(layout_or_pattern).__name__}")

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..backends import blockwise, reference, sdpa
 from ..backends.base import Extras, Request
 from ..layout import BlockLayout
 from ..patterns import Pattern
-from .checks import check_dropout, check_flag, check_masks, check_qkv, check_scale, resolve_layout
+from ..patterns.base import check_flag
+from .checks import check_dropout, check_masks, check_qkv, check_scale, resolve_layout
 
 # The first that can run is chosen. The reference is the definition; it is quadratic and runs only when named.
 ORDERED: tuple[ModuleType, ...] = (sdpa, blockwise)
@@ -38,6 +42,7 @@ def request_of(q: Tensor, k: Tensor, layout: BlockLayout, extras: Extras, *, ret
         kind=layout.kind,
         square=q.shape[1] == k.shape[1],
         grouped=q.shape[2] != k.shape[2],
+        head_dim=q.shape[3],
         dropout=extras.dropout_p > 0.0,
         masked=extras.key_padding_mask is not None or extras.document_ids is not None,
         return_lse=return_lse,
@@ -75,6 +80,7 @@ def explain(
     backend: str = "auto",
 ) -> Explanation:
     """Which backend `block_sparse_attention` would run with the same arguments, and why no other. Computes nothing."""
+    q, k, v, _ = leave_autocast(q, k, v)
     layout, extras = check_call(
         q, k, v, layout_or_pattern, is_causal, scale, dropout_p, key_padding_mask, document_ids, return_lse
     )
@@ -87,8 +93,25 @@ def explain(
             named = "named by the caller; " if backend != "auto" else ""
             reasons[name] = f"chosen: {named}{reason}"
         else:
-            reasons[name] = f"not needed, {chosen} comes first: {reason}" if ok else f"cannot: {reason}"
+            passed = "another was named" if backend != "auto" else f"{chosen} comes first"
+            reasons[name] = f"not chosen, {passed}: {reason}" if ok else f"cannot: {reason}"
     return Explanation(chosen, reasons)
+
+
+def leave_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, AbstractContextManager[Any]]:
+    """Inside an autocast region attention takes its dtype, once, and then computes as it does elsewhere.
+
+    `scaled_dot_product_attention` does the same. Left on, autocast would round every product inside to that dtype.
+    """
+    device_type = q.device.type if isinstance(q, Tensor) else "cpu"
+    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
+        return q, k, v, nullcontext()
+    dtype = torch.get_autocast_dtype(device_type)
+    q, k, v = (
+        x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64 else x
+        for x in (q, k, v)
+    )
+    return q, k, v, torch.autocast(device_type, enabled=False)
 
 
 def check_call(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..backends.base import compute_dtype
+from .checks import DTYPES
 
 
 def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -21,12 +22,17 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
     Returns:
         (out, lse) of attention over all the keys together. A key that stands in two parts counts twice.
     """
+    for name, parts in (("outs", outs), ("lses", lses)):
+        if not isinstance(parts, Sequence) or not all(isinstance(part, Tensor) for part in parts):
+            raise TypeError(f"{name} must be a sequence of tensors, got {parts!r}")
     outs, lses = list(outs), list(lses)
     if not outs or len(outs) != len(lses):
         raise ValueError(f"outs and lses must have the same length, at least 1, got {len(outs)} and {len(lses)}")
     first = outs[0]
-    if not isinstance(first, Tensor) or first.ndim != 4:
-        raise ValueError(f"outs must be tensors (batch, seq, heads, head_dim), got {getattr(first, 'shape', first)!r}")
+    if first.ndim != 4:
+        raise ValueError(f"outs must be tensors (batch, seq, heads, head_dim), got {list(first.shape)}")
+    if first.dtype not in DTYPES:
+        raise TypeError(f"outs must be float64, float32, bfloat16 or float16, got {first.dtype}")
     batch, seq, heads, _ = first.shape
     for out, lse in zip(outs, lses, strict=True):
         if out.shape != first.shape or out.dtype != first.dtype or out.device != first.device:
@@ -53,8 +59,8 @@ def _merge(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
     lse = torch.logsumexp(torch.stack(lses), dim=0)
     mixed = torch.zeros_like(outs[0], dtype=lse.dtype, memory_format=torch.contiguous_format)
     for out, share in zip(outs, _shares(lses, lse), strict=True):
-        mixed.addcmul_(out.to(lse.dtype), share)
-    return mixed.to(outs[0].dtype, copy=True), lse
+        mixed.addcmul_(torch.where(share == 0, 0.0, out.to(lse.dtype)), share)  # nobody reads an empty row
+    return mixed.to(outs[0].dtype), lse
 
 
 @_merge.register_fake
@@ -73,6 +79,7 @@ def _save(ctx: Any, inputs: tuple[list[Tensor], list[Tensor]], output: tuple[Ten
 def _differentiate(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[list[Tensor], list[Tensor]]:
     *parts, out, lse = ctx.saved_tensors
     outs, lses = parts[: ctx.parts], parts[ctx.parts :]
+    dlse = dlse.masked_fill(lse == -torch.inf, 0.0)  # an empty row has no gradient
     douts, dlses = [], []
     for part, share in zip(outs, _shares(lses, lse), strict=True):
         douts.append((dout * share).to(part.dtype))

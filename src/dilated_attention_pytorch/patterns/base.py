@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -53,6 +54,8 @@ class _Combination(Pattern):
 
     def __post_init__(self) -> None:
         # (a & b) & c and a & (b & c) are one value.
+        if not self.parts:
+            raise ValueError(f"{type(self).__name__} must have at least one part, got ()")
         flat = [q for p in self.parts for q in (p.parts if type(p) is type(self) else (p,))]
         object.__setattr__(self, "parts", tuple(dict.fromkeys(flat)))
 
@@ -84,6 +87,7 @@ class PerHead(Pattern):
     patterns: tuple[Pattern, ...]
 
     def __post_init__(self) -> None:
+        check_sequence("patterns", self.patterns, "patterns")
         object.__setattr__(self, "patterns", tuple(self.patterns))
         if not self.patterns:
             raise ValueError("patterns must hold at least one pattern, got ()")
@@ -99,8 +103,24 @@ class PerHead(Pattern):
         return frozenset().union(*(p.block_sizes for p in self.patterns))
 
 
+# Larger integers than any count of tokens; sums and products of positions stay inside 64 bits.
+LARGEST = 2**40
+
+
 def check_int(name: str, value: object, *, least: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{name} must be an int, got {value!r}")
     if value < least:
         raise ValueError(f"{name} must be at least {least}, got {value}")
+    if value > LARGEST:
+        raise ValueError(f"{name} must be at most {LARGEST}, got {value}")
+
+
+def check_flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {value!r}")
+
+
+def check_sequence(name: str, value: object, of: str) -> None:
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        raise TypeError(f"{name} must be a sequence of {of}, got {value!r}")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import reduce
 from operator import or_
 
-from .base import Pattern, check_int
+from .base import Pattern, check_flag, check_int, check_sequence
 
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 
@@ -76,6 +76,7 @@ class LocalBlocks(BlockPattern):
         check_int("window", self.window, least=0)
         check_int("stride", self.stride, least=1)
         check_block_size("block_size", self.block_size)
+        check_flag("causal", self.causal)
 
     @property
     def reach(self) -> tuple[int, int]:
@@ -131,6 +132,7 @@ class DilatedBlocks(BlockPattern):
         object.__setattr__(self, "dilation_rates", tuple(self.dilation_rates))
         check_ratio("sparsity_ratio", self.sparsity_ratio)
         check_block_size("block_size", self.block_size)
+        check_flag("causal", self.causal)
 
     def budget(self, num_blocks: int) -> int:
         return max(1, round(self.sparsity_ratio * num_blocks))
@@ -170,10 +172,14 @@ class Blocks(BlockPattern):
     block_size: int = 128
 
     def __post_init__(self) -> None:
-        pairs = tuple(sorted({(int(i), int(j)) for i, j in self.pairs}))
-        if any(i < 0 or j < 0 for i, j in pairs):
-            raise ValueError(f"pairs must hold block numbers of at least 0, got {next(p for p in pairs if min(p) < 0)}")
-        object.__setattr__(self, "pairs", pairs)
+        check_sequence("pairs", self.pairs, "(query block, key block)")
+        for pair in self.pairs:
+            check_sequence("every pair", pair, "two block numbers")
+            if len(pair) != 2:
+                raise ValueError(f"pairs must hold (query block, key block), got {pair!r}")
+            for number in pair:
+                check_int("every block number of pairs", number, least=0)
+        object.__setattr__(self, "pairs", tuple(sorted({(i, j) for i, j in self.pairs})))
         check_block_size("block_size", self.block_size)
 
     def shift(self, seq_q: int, seq_k: int) -> int:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
-from .base import Pattern, check_int
+from .base import Pattern, check_flag, check_int, check_sequence
 
 # No bound. Sums of two positions and this stay inside int32.
 UNBOUNDED = 2**30
@@ -74,6 +74,7 @@ class GlobalTokens(Pattern):
 
     def __post_init__(self) -> None:
         check_int("count", self.count, least=1)
+        check_flag("queries", self.queries)
 
     def allows(self, query: int, key: int, seq_q: int, seq_k: int) -> bool:
         return key < self.count or (self.queries and query + seq_k - seq_q < self.count)
@@ -86,6 +87,7 @@ class Documents(Pattern):
     lengths: tuple[int, ...]
 
     def __post_init__(self) -> None:
+        check_sequence("lengths", self.lengths, "ints")
         object.__setattr__(self, "lengths", tuple(self.lengths))
         if not self.lengths:
             raise ValueError("lengths must name at least one document, got ()")
