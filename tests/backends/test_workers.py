@@ -12,7 +12,8 @@ from dilated_attention_pytorch.testing import Case, assert_exact
 
 
 @pytest.fixture
-def two_threads():
+def two_threads(monkeypatch):
+    monkeypatch.setattr(blockwise, "SHARED_OUT", 0)
     torch.set_num_threads(2)
     yield
     torch.set_num_threads(1)
@@ -45,6 +46,16 @@ def test_the_work_is_shared_out(two_threads, monkeypatch):
     block_sparse_attention(case.q, case.k, case.v, case.layout)
     assert seen == [2]
     assert all(name.startswith("blockwise") for name in threads)
+
+
+def test_short_calls_are_not(two_threads, monkeypatch):
+    monkeypatch.setattr(blockwise, "SHARED_OUT", 1 << 26)
+    seen = []
+    run = workers.run
+    monkeypatch.setattr(workers, "run", lambda jobs: seen.append(len(jobs)) or run(jobs))
+    case = make_case(uses=6)
+    block_sparse_attention(case.q, case.k, case.v, case.layout)
+    assert seen == [1]
 
 
 def test_a_sample_has_the_same_bits_alone(two_threads):

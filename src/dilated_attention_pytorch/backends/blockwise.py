@@ -7,7 +7,8 @@ one softmax; its result is merged into the rows' running (out, lse).
 
 Key blocks that are used often are first copied together, one key head at a time, so that gathers read whole blocks;
 those used once or twice are gathered from the tensor as it lies, with the heads innermost to share its cache lines.
-Key heads are shared out over the threads: each share runs by itself, with operators that are not split (`workers`).
+In long calls the key heads are shared out over the threads; each share runs by itself, with operators that are not
+split (`workers`).
 
 Shapes: a tile has `num` pieces of `width` key blocks; query rows are [num, M, D] with M = stacked heads · block_q.
 """
@@ -35,6 +36,7 @@ PIECE = 1024  # keys in one piece of a row
 TILE_SCORES = 1 << 20  # scores in one tile: they should stay in the cache
 RANGE_COPIED = 1 << 20  # elements of the query rows of a unit where key heads come one after the other
 RANGE_DIRECT = 1 << 19  # and where they are innermost
+SHARED_OUT = 1 << 26  # scores a sample from which on threads work apart: below it, PyTorch's own are quicker to start
 HEADS_A_COPY = 4  # key heads for each copy of one that is held at a time
 REUSE = 2  # uses of a key block above which copying it first pays
 ACCELERATOR = 32  # how many times larger tiles and ranges are where there is no cache to stay in but a launch to pay
@@ -71,7 +73,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, extras: Extras
 def _forward(call: _Call, q: Tensor, out: Tensor, lse: Tensor) -> None:
     extras = call.extras
     for unit in call.units():
-        queries = call.load("queries", q, unit).mul_(extras.scale)
+        queries = call.load("queries", q, unit)
         mixed = call.scratch("mixed", *queries.shape)
         total = call.scratch("total", *queries.shape[:2])
         for tile in call.tiles(unit):
@@ -126,7 +128,7 @@ def _backward(call: _Call, given: tuple[Tensor, ...], grads: tuple[Tensor, Tenso
     (do, dlse, q, out, lse), (dq, dk, dv), extras = given, grads, call.extras
     for unit in call.units():
         dkeys, dvalues = call.accumulator("dkeys", dk, unit), call.accumulator("dvalues", dv, unit)
-        queries = call.load("queries", q, unit).mul_(extras.scale)
+        queries = call.load("queries", q, unit)
         grad = call.load("grad", do, unit)
         dqueries = call.load("dqueries", out, unit)
         delta = dqueries.mul_(grad).sum(-1) - call.load_lse("dlse", dlse, unit)
@@ -148,13 +150,16 @@ def _backward(call: _Call, given: tuple[Tensor, ...], grads: tuple[Tensor, Tenso
             # The gathered values have served; the gradients of the same blocks take their place.
             _scatter_add(dvalues, tile, torch.bmm(dropped.mT, tile_grad, out=gathered))
             dscores = dweights.sub_(delta[tile.rows, :, None]).mul_(weights)
-            _scatter_add(dkeys, tile, torch.bmm(dscores.mT, tile_queries, out=gathered))
+            scaled = {"beta": 0, "alpha": extras.scale}  # beta 0: what the buffer held does not matter
+            torch.baddbmm(gathered, dscores.mT, tile_queries, **scaled, out=gathered)
+            _scatter_add(dkeys, tile, gathered)
             gathered = call.gather(unit.keys, tile)
-            if tile.first and isinstance(tile.rows, slice):
-                torch.bmm(dscores, gathered, out=dqueries[tile.rows])
-            else:
-                dqueries[tile.rows] += torch.bmm(dscores, gathered, out=call.scratch("part", *tile_queries.shape))
-        call.store(dq, unit, dqueries.mul_(extras.scale))
+            direct = tile.first and isinstance(tile.rows, slice)
+            part = dqueries[tile.rows] if direct else call.scratch("part", *tile_queries.shape)
+            torch.baddbmm(part, dscores, gathered, **scaled, out=part)
+            if not direct:
+                dqueries[tile.rows] += part
+        call.store(dq, unit, dqueries)
         if call.copied and unit.closes_key_head:
             call.store_keys(dk, unit, dkeys)
             call.store_keys(dv, unit, dvalues)
@@ -213,6 +218,7 @@ class _Call:
         self.scratch = Scratch(q)
         self.enlarge: float = 1 if q.device.type == "cpu" else ACCELERATOR
         self.own_key_heads = range(self.key_heads)
+        self.plans: dict[tuple[int, range], list[_Tile]] = {}
         group = self.num_heads // self.key_heads
         # Query heads stacked into one tile: all of a key head, unless each has its own list.
         self.stacked = 1 if layout.num_heads is not None and layout.num_heads > self.key_heads else group
@@ -220,6 +226,8 @@ class _Call:
         uses = group // self.stacked * len(layout.by_query.indices) / (layout.num_lists * layout.num_k_blocks)
         plain = k.dtype == compute_dtype(k.dtype) and layout.seq_k % layout.block_k == 0
         self.copied = uses > REUSE or not plain
+        block = layout.block_q * layout.block_k
+        self.scores_a_sample = len(layout.by_query.indices) // layout.num_lists * block * self.num_heads
 
     def shares(self) -> list[_Call]:
         """The call cut into parts that can run side by side, by key heads.
@@ -228,13 +236,16 @@ class _Call:
         heads, one for each share, stay a small part of what the call holds anyway.
         """
         num = self.key_heads // HEADS_A_COPY if self.copied else self.key_heads
-        num = max(1, min(num, torch.get_num_threads())) if self.device.type == "cpu" else 1
+        num = max(1, min(num, torch.get_num_threads()))
+        if self.device.type != "cpu" or self.scores_a_sample < SHARED_OUT:
+            num = 1
         shares = []
         for i in range(num):
             share = copy(self)
             share.own_key_heads = range(self.key_heads * i // num, self.key_heads * (i + 1) // num)
             share.scratch = Scratch(self.k)
             share.enlarge = self.enlarge / num
+            share.plans = {}
             shares.append(share)
         return shares
 
@@ -318,14 +329,19 @@ class _Call:
         rows = tiles.view(len(unit.rows), self.stacked, -1, 1)
         _from_blocks(x[unit.sample, unit.heads, unit.tokens].mT[..., None], rows)
 
-    def _edges(self, unit: _Unit) -> tuple[Tensor, Tensor, Tensor]:
-        """Where the lists of the unit's rows start, turn from full to partial, and stop."""
+    def _first_row(self, unit: _Unit) -> int:
+        """Where the list of the unit's heads starts among the rows of the layout."""
         layout, first = self.layout, 0
         if layout.num_heads is not None:
             first = unit.heads.start * layout.num_heads // self.num_heads
         if layout.batch_size is not None:
             first += unit.sample % layout.batch_size * (layout.num_heads or 1)
-        row = slice(first * layout.num_q_blocks + unit.rows.start, first * layout.num_q_blocks + unit.rows.stop)
+        return first * layout.num_q_blocks
+
+    def _edges(self, unit: _Unit) -> tuple[Tensor, Tensor, Tensor]:
+        """Where the lists of the unit's rows start, turn from full to partial, and stop."""
+        first = self._first_row(unit)
+        row = slice(first + unit.rows.start, first + unit.rows.stop)
         offsets, splits = self.edges
         return offsets[row], splits[row], offsets[1:][row]
 
@@ -334,8 +350,17 @@ class _Call:
         start, _, stop = self._edges(unit)
         return (start == stop).nonzero()[:, 0].to(self.device)
 
-    def tiles(self, unit: _Unit) -> Iterator[_Tile]:
-        """The pieces of the unit's rows, grouped by how many full and partial blocks they have."""
+    def tiles(self, unit: _Unit) -> list[_Tile]:
+        """The pieces of the unit's rows, grouped by how many full and partial blocks they have.
+
+        Units of other heads and samples that share the list share the plan too.
+        """
+        key = self._first_row(unit), unit.rows
+        if key not in self.plans:
+            self.plans[key] = list(self._plan(unit))
+        return self.plans[key]
+
+    def _plan(self, unit: _Unit) -> Iterator[_Tile]:
         layout = self.layout
         start, split, stop = self._edges(unit)
         piece = max(1, PIECE // layout.block_k)
@@ -383,7 +408,7 @@ class _Call:
         num, width = tile.blocks.shape
         keys = self.gather(unit.keys, tile)
         scores = self.scratch("scores", num, queries.shape[1], keys.shape[1])
-        torch.bmm(queries[tile.rows], keys.mT, out=scores)
+        torch.baddbmm(scores, queries[tile.rows], keys.mT, beta=0, alpha=extras.scale, out=scores)
         cells = scores.view(num, self.stacked, layout.block_q, width, layout.block_k)
         if tile.rule_ids is not None:
             partial = tile.blocks[:, tile.num_full :]
