@@ -12,6 +12,8 @@ exit status 1. Contenders take turns, and the machine's plain 2048³ matmul and 
 
 forward   Random blocks, the same for all. Ratios are of median times: `flex_ratio` is FlexAttention's time ÷ ours,
           `dense_ratio` is dense SDPA's time × the real density ÷ ours. FlexAttention's compilation is timed apart.
+          All get the same tensors, (batch, seq, heads, head_dim), the rivals through transposed views; FlexAttention
+          runs a second time on copies in its own order, not counting the copies: `flex_own_order_ratio`.
 training  Forward and backward, `dense_ratio` as above. FlexAttention has no backward on a CPU.
 memory    Peak of a fresh process above its state before q, k, v exist, in units of what must exist: q, k, v, out;
           with their gradients for a training step.
@@ -110,8 +112,8 @@ class Plan:
 
 
 PLAN = Plan(
-    forward={4096: 5, 8192: 3, 16384: 2, 32768: 2, 65536: 2},
-    training={4096: 3, 8192: 2, 16384: 2, 65536: 2},
+    forward={4096: 9, 8192: 5, 16384: 3, 32768: 3, 65536: 2},
+    training={4096: 5, 8192: 3, 16384: 2, 65536: 2},
     flat={16384: 3, 65536: 3, 262144: 2, 524288: 2},
     dense_limit=16384,
     memory_tokens=131072,
@@ -231,32 +233,35 @@ def _forward_contenders(
     run: Run, inputs: Inputs, cases: Sequence[Case], compiled: list[dict[str, Any]]
 ) -> tuple[dict[str, Callable[[], Tensor]], dict[str, Case | None]]:
     """What is timed, each giving (batch, seq, heads, head_dim), and whose case it is; dense SDPA has none."""
-    tokens, native = inputs.grad.shape[1], inputs.heads_first
+    tokens, views = inputs.grad.shape[1], tuple(x.transpose(1, 2) for x in inputs.ours)
     contenders: dict[str, Callable[[], Tensor]] = {}
     owners: dict[str, Case | None] = {}
-    flex = _compile_flex(run, native, cases[0], compiled) if run.flex else None
+    flex = _compile_flex(run, views, cases[0], compiled) if run.flex else None
     for case in cases:
-        ours, theirs = f"ours {case.density}", f"flex {case.density}"
+        ours = f"ours {case.density}"
         contenders[ours] = lambda case=case: block_sparse_attention(*inputs.ours, case.layout)
         owners[ours] = case
         if flex is not None:
-            contenders[theirs] = lambda case=case: flex(*native, block_mask=case.flex_mask).transpose(1, 2)
-            owners[theirs] = case
+            for theirs, tensors in (("flex", views), ("flex_own_order", inputs.heads_first)):
+                contenders[f"{theirs} {case.density}"] = lambda case=case, tensors=tensors: flex(
+                    *tensors, block_mask=case.flex_mask
+                ).transpose(1, 2)
+                owners[f"{theirs} {case.density}"] = case
     if tokens <= run.plan.dense_limit:
-        contenders["dense"] = lambda: scaled_dot_product_attention(*native).transpose(1, 2)
+        contenders["dense"] = lambda: scaled_dot_product_attention(*views).transpose(1, 2)
         owners["dense"] = None
     return contenders, owners
 
 
 def _compile_flex(
-    run: Run, native: tuple[Tensor, ...], case: Case, compiled: list[dict[str, Any]]
+    run: Run, views: tuple[Tensor, ...], case: Case, compiled: list[dict[str, Any]]
 ) -> Callable[..., Tensor]:
     """FlexAttention compiled for this length; the first call minus a second one is what that takes."""
-    tokens = native[0].shape[2]
+    tokens = views[0].shape[2]
     run.say(f"forward, {tokens} tokens: compiling FlexAttention")
     torch._dynamo.reset()
     flex = torch.compile(flex_attention, dynamic=False)
-    first, second = (seconds(lambda: flex(*native, block_mask=case.flex_mask)) for _ in range(2))
+    first, second = (seconds(lambda: flex(*views, block_mask=case.flex_mask)) for _ in range(2))
     compiled.append({"tokens": tokens, "compile_seconds": first - second})
     return flex
 
@@ -291,16 +296,19 @@ def _forward_row(
     case: Case, timings: Mapping[str, Timing], rates: Mapping[str, float], dense: dict[str, Any]
 ) -> dict[str, Any]:
     cost, ours, flex = case.cost, timings[f"ours {case.density}"], timings.get(f"flex {case.density}")
+    own = timings.get(f"flex_own_order {case.density}")
     flops = 4 * cost.block_pairs * HEAD_DIM
     dense_flops = flops / case.layout.block_density
     return {
         **case.record,
         "ours": {**ours.record(), "gflops": flops / ours.median / 1e9},
         "flex": None if flex is None else {**flex.record(), "gflops": flops / flex.median / 1e9},
+        "flex_own_order": None if own is None else {**own.record(), "gflops": flops / own.median / 1e9},
         "dense": {**dense, "gflops": dense_flops / dense["median"] / 1e9},
         "matmul_gflops": rates["matmul_flops"] / 1e9,
         "copy_gbytes": rates["copy_bytes"] / 1e9,
         "flex_ratio": None if flex is None else flex.median / ours.median,
+        "flex_own_order_ratio": None if own is None else own.median / ours.median,
         "dense_ratio": dense["median"] * case.layout.block_density / ours.median,
         "matmul_share": flops / ours.median / rates["matmul_flops"],
         "floor": floor(cost.forward_flops, cost.forward_bytes, rates, ours.median),

@@ -60,12 +60,14 @@ def _forward(section: Mapping[str, Any]) -> str:
             number(row["flex"] and row["flex"]["gflops"], 1),
             number(row["matmul_gflops"], 1),
             number(row["flex_ratio"]),
+            number(row["flex_own_order_ratio"]),
             *_ratios(row),
         ]
         for row in section["rows"]
     ]
     notes = [
         "÷flex, ÷dense: how many times as fast as FlexAttention, and as dense SDPA would be at this density",
+        "÷own: as FlexAttention on copies in its own tensor order, the copies not counted",
         "share: of the matmul's rate. ×floor: time over the least that the machine allows. * extrapolated by n²",
     ]
     if section["flex_compile"]:
@@ -73,7 +75,7 @@ def _forward(section: Mapping[str, Any]) -> str:
         notes.append(f"FlexAttention compiles for {times} tokens; this library does not compile")
     if section["flex_note"]:
         notes.append(section["flex_note"])
-    return "\n".join((table("Forward", [*FORWARD, "÷flex", *RATIOS], rows), *notes))
+    return "\n".join((table("Forward", [*FORWARD, "÷flex", "÷own", *RATIOS], rows), *notes))
 
 
 def _training(section: Mapping[str, Any]) -> str:
