@@ -8,6 +8,7 @@ import torch
 
 from dilated_attention_pytorch import (
     BlockLayout,
+    BlockSparseRingDilatedAttention,
     DilatedBlocks,
     Documents,
     Full,
@@ -85,6 +86,19 @@ def test_compiled(backend):
     compiled = torch.compile(block_sparse_attention, fullgraph=True, backend="aot_eager")
     got, want = compiled(q, k, v, layout, backend=backend), block_sparse_attention(q, k, v, layout)
     assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_compiled_module(is_causal):
+    q, k, v = (torch.randn(1, 300, 4, 64, device="cuda", requires_grad=True) for _ in range(3))
+    module = BlockSparseRingDilatedAttention(sparsity_ratio=0.5, block_size=64)
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    for length in (300, 200):
+        tensors = [x[:, :length] for x in (q, k, v)]
+        got, want = (m(*tensors, is_causal=is_causal) for m in (compiled, module))
+        assert torch.equal(got, want)
+        for a, b in zip(*(torch.autograd.grad(x.sum(), (q, k, v)) for x in (got, want)), strict=True):
+            assert torch.equal(a, b)
 
 
 def test_dense_layouts_go_to_the_vendor_kernel():

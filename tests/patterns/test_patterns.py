@@ -3,6 +3,9 @@
 Token rules are drawn token by token. Block rules are drawn block by block: `#` is an allowed block of 16 tokens.
 """
 
+import copy
+import pickle
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -24,6 +27,7 @@ from dilated_attention_pytorch import (
     SparsePatternConfig,
     hierarchical,
 )
+from dilated_attention_pytorch.patterns.base import pattern_of
 from tests.strategies import BLOCKS, lengths, patterns
 
 TOKENS = {
@@ -177,6 +181,20 @@ class TestValues:
         assert torch.equal(layout.to_dense(), torch.stack((matrix("#.. ##. ###"), matrix("#.. ##. .##"))))
         with pytest.raises(ValueError, match="same number of heads"):
             PerHead((Full(),)) | PerHead((Full(), Full()))
+
+    def test_the_number_of_an_object_is_not_part_of_its_value(self):
+        """torch.compile finds a pattern by its number: a copy, from this process or another, must have its own."""
+        pattern = SlidingWindow(3, 0) & Documents((5, 6))
+        for other in (
+            copy.deepcopy(pattern),
+            pickle.loads(pickle.dumps(pattern)),
+            SlidingWindow(3, 0) & Documents((5, 6)),
+        ):
+            assert other == pattern
+            assert hash(other) == hash(pattern)
+            assert other.number != pattern.number
+            assert pattern_of(other.number) is other
+        assert b"number" not in pickle.dumps(pattern)
 
     def test_config_is_a_value(self):
         assert SparsePatternConfig() == SparsePatternConfig(pattern_type="dilated_sparse", sparsity_ratio=0.1)

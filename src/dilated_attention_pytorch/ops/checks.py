@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..layout import BlockLayout, layout_for
 from ..patterns import Causal, Pattern, PerHead, SparsePatternConfig
+from ..patterns.base import pattern_of
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 DEFAULT_BLOCK_SIZE = 128
@@ -90,8 +91,9 @@ def resolve_layout(q: Tensor, k: Tensor, layout_or_pattern: BlockLayout | Patter
                 f"got {len(layout_or_pattern.patterns)}"
             )
         if torch.compiler.is_compiling():
-            lengths = operator.index(seq_q), operator.index(seq_k)  # a graph for each pair of them
-            return BlockLayout.unflatten(*_as_constants(layout_or_pattern, is_causal, *lengths, q.device))
+            # Plain ints: a graph for each pattern and each pair of lengths.
+            number, seq_q, seq_k = (operator.index(n) for n in (layout_or_pattern.number, seq_q, seq_k))
+            return BlockLayout.unflatten(*_as_constants(number, is_causal, seq_q, seq_k, q.device))
         return _remembered(layout_or_pattern, is_causal, seq_q, seq_k, q.device)
     if not isinstance(layout_or_pattern, BlockLayout):
         raise TypeError(f"layout_or_pattern must be a BlockLayout or a Pattern, got {type(layout_or_pattern).__name__}")
@@ -119,10 +121,10 @@ def _remembered(pattern: Pattern, is_causal: bool, seq_q: int, seq_k: int, devic
 
 
 def _as_constants(
-    pattern: Pattern, is_causal: bool, seq_q: int, seq_k: int, device: torch.device
+    number: int, is_causal: bool, seq_q: int, seq_k: int, device: torch.device
 ) -> tuple[list[Tensor], list[int], str | None]:
     """The same for torch.compile, which takes a layout as it is instead of tracing how it is built."""
-    layout = _remembered(pattern, is_causal, seq_q, seq_k, device)
+    layout = _remembered(pattern_of(number), is_causal, seq_q, seq_k, device)
     return *layout.flatten(), layout.kind
 
 
