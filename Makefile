@@ -1,5 +1,4 @@
 # Two commands do all the set-up on a fresh machine: `make demo` and `make test`.
-# TORCH=… picks another build, for example `make test TORCH="torch --index-url …"`; an installed one is kept.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin

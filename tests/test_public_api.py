@@ -19,7 +19,7 @@ READERS = {"viz": {"patterns", "layout"}, "testing": set(ORDER), "cli": {*ORDER,
 def test_every_public_name_is_there():
     missing = [name for name in dap.__all__ if not hasattr(dap, name)]
     assert not missing
-    assert dap.__all__ == sorted(dap.__all__, key=lambda name: (name[0].islower(), name)) or sorted(dap.__all__)
+    assert dap.__all__ == sorted(dap.__all__)
     assert len(set(dap.__all__)) == len(dap.__all__)
 
 
