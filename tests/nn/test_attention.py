@@ -446,7 +446,9 @@ class TestAsModules:
 
     @pytest.mark.parametrize("name", MODULES)
     def test_under_data_parallel(self, name):
-        module, (q, k, v) = MODULES[name]().eval(), qkv()
+        """DataParallel works where the GPUs are, if there are any: so do the tensors it is compared on."""
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        module, (q, k, v) = MODULES[name]().eval(), (x.to(device) for x in qkv())
         parallel = nn.DataParallel(module)
         assert torch.equal(parallel(q, k, v, is_causal=True), module(q, k, v, is_causal=True))
         assert torch.equal(module._replicate_for_data_parallel()(q, k, v), module(q, k, v))

@@ -277,7 +277,8 @@ class TestAsModule:
         close(module(*tensors), want)
 
     def test_under_data_parallel(self):
-        module, tensors = multihead(LOCAL), inputs()
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        module, tensors = multihead(LOCAL).to(device), [x.to(device) for x in inputs()]
         parallel = nn.DataParallel(module)
         assert torch.equal(parallel(*tensors, is_causal=True), module(*tensors, is_causal=True))
         assert parallel.state_dict().keys() == {f"module.{name}" for name in module.state_dict()}
