@@ -7,8 +7,8 @@ one softmax; its result is merged into the rows' running (out, lse).
 
 Key blocks that are used often are first copied together, one key head at a time, so that gathers read whole blocks;
 those used once or twice are gathered from the tensor as it lies, with the heads innermost to share its cache lines.
-In long calls the key heads are shared out over the threads; each share runs by itself, with operators that are not
-split (`workers`).
+Long calls are shared out over the threads, each share by itself with operators that are not split (`workers`): forward
+by rows, so that all read one copy of a key head; backward by key heads, whose gradients then have one writer.
 
 Shapes: a tile has `num` pieces of `width` key blocks; query rows are [num, M, D] with M = stacked heads · block_q.
 """
@@ -16,7 +16,7 @@ Shapes: a tile has `num` pieces of `width` key blocks; query rows are [num, M, D
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
@@ -65,14 +65,17 @@ class Scratch:
 def forward(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, extras: Extras) -> tuple[Tensor, Tensor]:
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=compute_dtype(q.dtype), device=q.device)
-    shares = _Call(q, k, v, layout, extras).shares()
-    workers.run([partial(_forward, share, q, out, lse) for share in shares])
+    call = _Call(q, k, v, layout, extras)
+    shares = call.shares(call.num_threads)
+    for units in call.stages(shared_by=len(shares)):
+        parts = _dealt_out(units, len(shares))
+        workers.run([partial(_forward, *both, q, out, lse) for both in zip(shares, parts, strict=True)])
     return out, lse
 
 
-def _forward(call: _Call, q: Tensor, out: Tensor, lse: Tensor) -> None:
+def _forward(call: _Call, units: list[_Unit], q: Tensor, out: Tensor, lse: Tensor) -> None:
     extras = call.extras
-    for unit in call.units():
+    for unit in units:
         queries = call.load("queries", q, unit)
         mixed = call.scratch("mixed", *queries.shape)
         total = call.scratch("total", *queries.shape[:2])
@@ -120,13 +123,17 @@ def backward(
     new = torch.empty_like if call.copied else torch.zeros_like
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)
     dk, dv = (new(x, memory_format=torch.contiguous_format) for x in (k, v))
-    workers.run([partial(_backward, share, (do, dlse, q, out, lse), (dq, dk, dv)) for share in call.shares()])
+    # How many depends on the heads alone, so that a sample's bits do not depend on its batch; and copies of key heads,
+    # one for each share, stay a small part of what the call holds anyway.
+    heads = call.key_heads // HEADS_A_COPY if call.copied else call.key_heads
+    shares = call.shares(max(1, min(heads, call.num_threads)))
+    workers.run([partial(_backward, share, (do, dlse, q, out, lse), (dq, dk, dv)) for share in shares])
     return dq, dk, dv
 
 
 def _backward(call: _Call, given: tuple[Tensor, ...], grads: tuple[Tensor, Tensor, Tensor]) -> None:
     (do, dlse, q, out, lse), (dq, dk, dv), extras = given, grads, call.extras
-    for unit in call.units():
+    for unit in (unit for units in call.stages() for unit in units):
         dkeys, dvalues = call.accumulator("dkeys", dk, unit), call.accumulator("dvalues", dv, unit)
         queries = call.load("queries", q, unit)
         grad = call.load("grad", do, unit)
@@ -173,6 +180,15 @@ def _merge(mixed: Tensor, total: Tensor, rows: Tensor | slice, part: Tensor, par
     share = share[..., None]
     mixed[rows] = (mixed[rows] * (1 - share)).addcmul_(part, share)  # lerp would overflow where the values do not
     total[rows] = torch.logaddexp(old, part_lse)
+
+
+def _dealt_out(units: list[_Unit], num: int) -> list[list[_Unit]]:
+    """Like cards, there and back again: where work grows along the sequence, all get as much of it."""
+    parts: list[list[_Unit]] = [[] for _ in range(num)]
+    for i, unit in enumerate(units):
+        turn, seat = divmod(i, num)
+        parts[num - 1 - seat if turn % 2 else seat].append(unit)
+    return parts
 
 
 def _scatter_add(blocks: Tensor, tile: _Tile, grad: Tensor) -> None:
@@ -229,16 +245,14 @@ class _Call:
         block = layout.block_q * layout.block_k
         self.scores_a_sample = len(layout.by_query.indices) // layout.num_lists * block * self.num_heads
 
-    def shares(self) -> list[_Call]:
-        """The call cut into parts that can run side by side, by key heads.
+    @property
+    def num_threads(self) -> int:
+        """How many threads work apart; 1 where operators that are split do better."""
+        apart = self.device.type == "cpu" and self.scores_a_sample >= SHARED_OUT
+        return torch.get_num_threads() if apart else 1
 
-        How many depends on the heads alone, so that a sample's bits do not depend on its batch; and copies of key
-        heads, one for each share, stay a small part of what the call holds anyway.
-        """
-        num = self.key_heads // HEADS_A_COPY if self.copied else self.key_heads
-        num = max(1, min(num, torch.get_num_threads()))
-        if self.device.type != "cpu" or self.scores_a_sample < SHARED_OUT:
-            num = 1
+    def shares(self, num: int) -> list[_Call]:
+        """The call `num` times, each with its part of the key heads (or of the units it is given) and of the cache."""
         shares = []
         for i in range(num):
             share = copy(self)
@@ -247,26 +261,37 @@ class _Call:
             share.enlarge = self.enlarge / num
             share.plans = {}
             shares.append(share)
+        self.enlarge /= num
         return shares
 
-    def units(self) -> Iterator[_Unit]:
+    def stages(self, shared_by: int = 1) -> Iterator[list[_Unit]]:
+        """Units that can run side by side, stage after stage; those of a stage are enough for all who share them."""
         for sample in range(self.batch):
             if self.copied:
+                ranges = self._ranges(RANGE_COPIED, 2 * shared_by if shared_by > 1 else 1)
                 for key_head in self.own_key_heads:
-                    keys, values = (
+                    (keys, copy_keys), (values, copy_values) = (
                         self._copy(n, x[sample, :, key_head]) for n, x in (("keys", self.k), ("values", self.v))
                     )
-                    yield from self._of_key_head(sample, key_head, self._ranges(RANGE_COPIED), keys, values)
+                    if shared_by > 1:
+                        workers.run([copy_keys, copy_values])
+                    else:
+                        copy_keys()
+                        copy_values()
+                    yield list(self._of_key_head(sample, key_head, ranges, keys, values))
             else:
+                units: list[_Unit] = []
                 for rows in self._ranges(RANGE_DIRECT):
                     for key_head in self.own_key_heads:
                         keys, values = (self._view(x, sample, key_head) for x in (self.k, self.v))
-                        yield from self._of_key_head(sample, key_head, [rows], keys, values)
+                        units += self._of_key_head(sample, key_head, [rows], keys, values)
+                yield units
 
-    def _ranges(self, elements: int) -> list[range]:
+    def _ranges(self, elements: int, in_parts: int = 1) -> list[range]:
         num, row = self.layout.num_q_blocks, self.stacked * self.layout.block_q * self.head_dim
-        step = max(1, int(self.enlarge * elements) // row)
-        return [range(start, min(start + step, num)) for start in range(0, num, step)]
+        parts = -(-num // max(1, int(self.enlarge * elements) // row))
+        parts = min(num, -(-parts // in_parts) * in_parts)
+        return [range(num * i // parts, num * (i + 1) // parts) for i in range(parts)]
 
     def _of_key_head(
         self, sample: int, key_head: int, ranges: list[range], keys: Tensor, values: Tensor
@@ -291,14 +316,16 @@ class _Call:
         """Keys or values of a head as blocks [num_k_blocks, block_k, D], as they lie."""
         return x[sample, :, key_head].unflatten(0, (-1, self.layout.block_k))
 
-    def _copy(self, name: str, x: Tensor) -> Tensor:
-        """The same as contiguous blocks in the compute dtype, zeros behind the end; a view if x is that already."""
+    def _copy(self, name: str, x: Tensor) -> tuple[Tensor, Callable[[], None]]:
+        """The same as contiguous blocks in the compute dtype, zeros behind the end, and the job that fills them.
+
+        If x is that already, it is a view, and there is nothing to do.
+        """
         block = self.layout.block_k
         if x.dtype == compute_dtype(x.dtype) and len(x) % block == 0 and x.is_contiguous():
-            return x.view(-1, block, x.shape[-1])
+            return x.view(-1, block, x.shape[-1]), lambda: None
         blocks = self.scratch(name, self.layout.num_k_blocks, 1, block, x.shape[-1])
-        _into_blocks(blocks, x[:, None])
-        return blocks[:, 0]
+        return blocks[:, 0], partial(_into_blocks, blocks, x[:, None])
 
     def accumulator(self, name: str, grad: Tensor, unit: _Unit) -> Tensor:
         """Where the gradient of this unit's key blocks is summed."""
