@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import InitVar, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import InitVar, dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +24,8 @@ MAX_SEQUENCE = 2**30
 
 # Entries that one sort of `by_key` takes on a CPU.
 _SORTED_AT_ONCE = 1 << 20
+
+T = TypeVar("T")
 
 NO_DOCUMENTS = torch.empty(2, 0, dtype=torch.int32)
 
@@ -56,6 +59,7 @@ class BlockLayout:
     documents: Tensor = NO_DOCUMENTS
     kind: str | None = None
     checked: InitVar[bool] = False
+    _made: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self, checked: bool) -> None:
         if not checked:
@@ -208,11 +212,29 @@ class BlockLayout:
     def device(self) -> torch.device:
         return self.by_query.indices.device
 
-    @cached_property
+    @property
     def by_key(self) -> BlockList:
         """The same blocks by key block: row `list · num_k_blocks + key block` names query blocks. Made when asked."""
-        with torch.inference_mode(False):
-            return self._make_by_key()
+        return self._remembered("by_key", self._make_by_key)
+
+    @property
+    def query_work(self) -> Tensor:
+        """`BlockList.work` of the lists by query. Made when asked."""
+        return self._remembered("query_work", lambda: self.by_query.work(self.num_lists))
+
+    @property
+    def key_work(self) -> Tensor:
+        """The same of the lists by key."""
+        return self._remembered("key_work", lambda: self.by_key.work(self.num_lists))
+
+    def _remembered(self, name: str, make: Callable[[], T]) -> T:
+        """What is made of the lists once; in a graph, part of it."""
+        if name not in self._made:
+            if torch.compiler.is_compiling():
+                return make()
+            with torch.inference_mode(False):
+                self._made[name] = make()
+        return self._made[name]
 
     def _make_by_key(self) -> BlockList:
         query_block = self.by_query.row_of_entry()
@@ -241,16 +263,10 @@ class BlockLayout:
         """This layout without the pairs in which the key comes after the query. Made once; in a graph, part of it."""
         if self.kind == "causal":
             return self
-        if torch.compiler.is_compiling():
-            return self._make_causal()
-        if "_causal" not in self.__dict__:
-            with torch.inference_mode(False):
-                causal = self._make_causal()
-                self.__dict__["_causal"] = replace(causal, by_query=causal.by_query.trimmed(), checked=True)
-        return self.__dict__["_causal"]
+        return self._remembered("causal", self._make_causal)
 
     def _make_causal(self) -> BlockLayout:
-        """Every shape is known beforehand: what is dropped leaves spare capacity."""
+        """In a graph every shape is known beforehand: what is dropped leaves spare capacity."""
         row = self.by_query.row_of_entry()
         partial = self.by_query.is_partial(row)
         column, num_rows, num_rules = self.by_query.indices, self.by_query.num_rows, len(self.rules)
@@ -266,12 +282,13 @@ class BlockLayout:
         everything = [EVERYTHING] + [NOTHING] * (self.rules.shape[1] - 1)
         rules = torch.cat((self.rules, self.rules.new_tensor([everything])))
         causal_right = rules[..., 1:2].clamp(max=0)
+        by_query = BlockList.pack(row[order], column[order], (partial | crossing)[order], rule[order], num_rows)
         return BlockLayout(
             seq_q=self.seq_q,
             seq_k=self.seq_k,
             block_q=self.block_q,
             block_k=self.block_k,
-            by_query=BlockList.pack(row[order], column[order], (partial | crossing)[order], rule[order], num_rows),
+            by_query=by_query if torch.compiler.is_compiling() else by_query.trimmed(),
             num_heads=self.num_heads,
             batch_size=self.batch_size,
             rules=torch.cat((rules[..., :1], causal_right, rules[..., 2:]), dim=-1),
@@ -349,16 +366,26 @@ class BlockLayout:
             self, batch=batch, heads=heads, heads_kv=heads_kv or heads, head_dim=head_dim, itemsize=itemsize
         )
 
-    def flatten(self) -> tuple[list[Tensor], list[int]]:
-        """Tensors and sizes, for operators that take nothing else; `unflatten` is the inverse."""
+    def flatten(self, *, ordered: bool = False, by_key: bool = False) -> tuple[list[Tensor], list[int]]:
+        """Tensors and sizes, for operators that take nothing else; `unflatten` is the inverse.
+
+        Args:
+            ordered: with the order of work, `query_work`;
+            by_key: and with `by_key` and `key_work` too.
+        """
         sizes = [*self.lengths, *self.blocks, self.num_heads or 0, self.batch_size or 0]
-        return [*self.by_query.tensors(), self.rules, self.documents], sizes
+        tensors = [*self.by_query.tensors(), self.rules, self.documents]
+        if ordered or by_key:
+            tensors.append(self.query_work)
+        if by_key:
+            tensors += [*self.by_key.tensors(), self.key_work]
+        return tensors, sizes
 
     @classmethod
     def unflatten(cls, tensors: Sequence[Tensor], sizes: Sequence[int], kind: str | None = None) -> BlockLayout:
         seq_q, seq_k, block_q, block_k, num_heads, batch_size = sizes
-        *lists, rules, documents = tensors
-        return cls(
+        lists, (rules, documents), more = tensors[:4], tensors[4:6], tensors[6:]
+        layout = cls(
             seq_q=seq_q,
             seq_k=seq_k,
             block_q=block_q,
@@ -371,6 +398,11 @@ class BlockLayout:
             kind=kind,
             checked=True,
         )
+        if more:
+            layout._made["query_work"] = more[0]
+        if more[1:]:
+            layout._made.update(by_key=BlockList(*more[1:5]), key_work=more[5])
+        return layout
 
     def to(self, device: torch.device | str) -> BlockLayout:
         device = torch.device(device)
@@ -383,7 +415,7 @@ class BlockLayout:
 
     def __getstate__(self) -> dict[str, object]:
         """What can be made again is not stored."""
-        return {name: value for name, value in self.__dict__.items() if name not in ("_causal", "by_key")}
+        return {**self.__dict__, "_made": {}}
 
     def __repr__(self) -> str:
         lists = f", lists={list(self._list_shape)}" if self._list_shape else ""

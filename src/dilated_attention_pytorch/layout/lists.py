@@ -63,6 +63,14 @@ class BlockList:
         used = int(self.offsets[-1])
         return BlockList(self.offsets, self.splits, self.indices[:used].clone(), self.rule_ids[:used].clone())
 
+    def work(self, num_lists: int) -> Tensor:
+        """int32 [rows, 4]: (row of its list, first entry, first partial entry, end) of each row, the longest of a list
+        first: who takes them in this order has no long row left at the end."""
+        rows = torch.stack((self.offsets[:-1], self.splits, self.offsets[1:]), dim=1).view(num_lists, -1, 3)
+        order = (rows[..., 2] - rows[..., 0]).argsort(dim=1, descending=True, stable=True)
+        ordered = rows.gather(1, order[..., None].expand_as(rows))
+        return torch.cat((order[..., None].int(), ordered), dim=2).view(-1, 4)
+
     def tensors(self) -> list[Tensor]:
         return [self.offsets, self.splits, self.indices, self.rule_ids]
 

@@ -43,7 +43,7 @@ def block_sparse_attention(
         document_ids: int (batch, seq_k): tokens see each other only if their ids are equal. Queries are the last
             seq_q of these tokens.
         return_lse: also return the log-sum-exp of each row, (batch, heads, seq_q), float32 (float64 for float64).
-        backend: "auto", or the one to use: "sdpa", "blockwise", "reference". One that cannot run is an error.
+        backend: "auto", or the one to use: "sdpa", "triton", "blockwise", "reference". One that cannot run is an error.
 
     Returns:
         out like q, or (out, lse). A query that may see no key gives out 0, lse −inf and no gradient.
@@ -71,7 +71,9 @@ def _attend(
     if hasattr(chosen, "attention"):  # differentiable as it is
         return chosen.attention(q, k, v, layout, extras)
     _refuse_forward_mode(q, k, v)
-    tensors, sizes = layout.flatten()
+    ordered = getattr(chosen, "ordered", False)
+    training = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    tensors, sizes = layout.flatten(ordered=ordered, by_key=ordered and training)
     return _forward(
         q,
         k,

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..backends import blockwise, reference, sdpa
+from ..backends import blockwise, reference, sdpa, triton
 from ..backends.base import Extras, Request
 from ..layout import BlockLayout
 from ..patterns import Pattern
@@ -18,7 +18,7 @@ from ..patterns.base import check_flag
 from .checks import check_dropout, check_masks, check_qkv, check_scale, resolve_layout
 
 # The first that can run is chosen. The reference is the definition; it is quadratic and runs only when named.
-ORDERED: tuple[ModuleType, ...] = (sdpa, blockwise)
+ORDERED: tuple[ModuleType, ...] = (sdpa, triton, blockwise)
 BY_NAME: dict[str, ModuleType] = {backend.name: backend for backend in (*ORDERED, reference)}
 
 
@@ -59,7 +59,7 @@ def choose(backend: str, request: Request) -> ModuleType:
     """The backend that was named, or the first that can run. A named one that cannot is an error, never replaced."""
     if check_backend(backend) == "auto":
         return next(b for b in ORDERED if b.can_run(request)[0])
-    ok, reason = BY_NAME[backend].can_run(request)
+    ok, reason = BY_NAME[backend].can_run(replace(request, named=True))
     if not ok:
         raise ValueError(f"backend {backend!r} cannot run this call: {reason}")
     return BY_NAME[backend]
@@ -88,7 +88,7 @@ def explain(
     chosen = choose(backend, request).name
     reasons = {}
     for name, module in BY_NAME.items():
-        ok, reason = module.can_run(request)
+        ok, reason = module.can_run(replace(request, named=name == backend))
         if name == chosen:
             named = "named by the caller; " if backend != "auto" else ""
             reasons[name] = f"chosen: {named}{reason}"

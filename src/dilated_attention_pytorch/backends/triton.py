@@ -1,0 +1,64 @@
+"""The Triton kernels: block-sparse attention on CUDA devices."""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..layout import BlockLayout
+from .base import Extras, Request
+
+if TYPE_CHECKING:
+    from ..kernels.launch import Call
+
+name = "triton"
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+MAX_HEAD_DIM = 256
+ordered = True
+
+
+def can_run(request: Request) -> tuple[bool, str]:
+    interpreted = request.named and os.environ.get("TRITON_INTERPRET") == "1"
+    refusals = {
+        "triton is not installed": find_spec("triton") is None,
+        "it runs on CUDA devices (elsewhere only when it is named, with TRITON_INTERPRET=1)": (
+            request.device.type != "cuda" and not interpreted
+        ),
+        f"it has no kernel for {request.dtype}": request.dtype not in DTYPES,
+        f"head_dim must be at most {MAX_HEAD_DIM}": request.head_dim > MAX_HEAD_DIM,
+    }
+    for reason, refused in refusals.items():
+        if refused:
+            return False, reason
+    if request.device.type == "cuda" and torch.cuda.get_device_capability(request.device) < (8, 0):
+        return False, "it needs a GPU of compute capability 8.0 or more"
+    return True, "one kernel over the active blocks, forward and backward"
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, extras: Extras) -> tuple[Tensor, Tensor]:
+    return _call(q, k, v, layout, extras).forward()
+
+
+def backward(
+    do: Tensor,
+    dlse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    layout: BlockLayout,
+    extras: Extras,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _call(q, k, v, layout, extras).backward(do, dlse, out, lse)
+
+
+def _call(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, extras: Extras) -> Call:
+    from ..kernels.launch import Call  # loads triton
+
+    return Call(q, k, v, layout, *extras)

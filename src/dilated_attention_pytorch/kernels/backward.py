@@ -1,0 +1,181 @@
+"""The backward kernels: dq by rows of the layout, dk and dv by its columns. No sums in free order: bits repeat.
+
+The weights are computed again from the scores and lse. With delta = Σ out · dout − dlse, a row's score gradients are
+weights · (dout · value − delta).
+"""
+
+import triton
+import triton.language as tl
+
+from .common import count_tiles, kept, list_of, load_rows, load_tile, load_work, pairs_allowed, store_rows, tile_at
+from .forward import VARYING
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit(do_not_specialize=["heads", "seq_q"])
+def delta_kernel(
+    out, grad, dlse, lse, delta, g_b, g_s, g_h, heads, seq_q,
+    D: tl.constexpr, PADDED_D: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """delta of a tile of queries of one head; 0 for rows without keys, whatever comes in."""
+    num_tiles = tl.cdiv(seq_q, TILE)
+    which = tl.program_id(0) // num_tiles
+    sample, head = (which // heads).to(tl.int64), which % heads
+    query = tl.program_id(0) % num_tiles * TILE + tl.arange(0, TILE)
+    real = query < seq_q
+    outs = load_rows(out + (sample * seq_q * heads + head) * D, query, heads * D, real, D, PADDED_D)
+    grads = load_rows(grad + sample * g_b + head.to(tl.int64) * g_h, query, g_s, real, D, PADDED_D)
+    at = (sample * heads + head) * seq_q + query
+    value = tl.sum(outs.to(tl.float32) * grads.to(tl.float32), 1) - tl.load(dlse + at, mask=real, other=0.0)
+    empty = tl.load(lse + at, mask=real, other=0.0) == float("-inf")
+    tl.store(delta + at, tl.where(empty, 0.0, value), mask=real)
+
+
+@triton.jit
+def load_lse(lse, at, real):
+    """lse in units of log2; +inf, so that no weight comes of it, for rows without keys and beyond the end."""
+    natural = tl.load(lse + at, mask=real, other=float("-inf"))
+    return tl.where(natural == float("-inf"), float("inf"), natural * LOG2E)
+
+
+@triton.jit(do_not_specialize=VARYING)
+def dq_kernel(
+    q, k, v, grad, lse, delta, dq,
+    indices, rule_ids, work, rules, documents, padding, document_ids, seed,
+    q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, g_b, g_s, g_h,
+    heads, group, seq_q, seq_k, num_blocks, lists_a_sample, heads_a_list, num_intervals,
+    scale, scale_out, threshold, keep_scale,
+    D: tl.constexpr, PADDED_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    TILE_Q: tl.constexpr, TILE_K: tl.constexpr, PACK: tl.constexpr, TMA: tl.constexpr, FLIP: tl.constexpr,
+    NAMED: tl.constexpr, SINGLE: tl.constexpr, DOCUMENTS: tl.constexpr, PADDING: tl.constexpr,
+    DOCUMENT_IDS: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dq of one tile: the walk of the forward kernel."""
+    TILES: tl.constexpr = BLOCK_Q // TILE_Q
+    pid = tl.program_id(0)
+    num_tiles = num_blocks * TILES
+    place, which = pid % num_tiles, pid // num_tiles
+    packs = heads // PACK
+    sample, head = which // packs, which % packs * PACK
+    rows_before = list_of(sample, head, lists_a_sample, heads_a_list) * num_blocks
+    block, start, split, stop = load_work(work, rows_before + place // TILES)
+
+    lane = tl.arange(0, PACK * TILE_Q)
+    query = block * BLOCK_Q + place % TILES * TILE_Q + lane % TILE_Q
+    query_head = head + lane // TILE_Q
+    real = query < seq_q
+    key_head = head // group
+    sample_64, query_64, head_64 = sample.to(tl.int64), query.to(tl.int64), query_head.to(tl.int64)
+    k_base, v_base = sample_64 * k_b + key_head.to(tl.int64) * k_h, sample_64 * v_b + key_head.to(tl.int64) * v_h
+    queries = load_rows(q + sample_64 * q_b, query_64 * q_s + head_64 * q_h, 1, real, D, PADDED_D)
+    grads = load_rows(grad + sample_64 * g_b, query_64 * g_s + head_64 * g_h, 1, real, D, PADDED_D)
+    of_row = (sample_64 * heads + query_head) * seq_q + query
+    row_lse = load_lse(lse, of_row, real)
+    row_delta = tl.load(delta + of_row, mask=real, other=0.0)
+
+    dqueries = tl.zeros([PACK * TILE_Q, PADDED_D], tl.float32)
+    num_full, masked_from, num_masked = count_tiles(start, split, stop, BLOCK_K, TILE_K)
+    GATHERED: tl.constexpr = TILE_K > BLOCK_K
+    for MASKED in tl.static_range(2):
+        first = masked_from if MASKED else start
+        for i in range(0, num_masked if MASKED else num_full):
+            entry, begin, key = tile_at(indices, first, i, stop, BLOCK_K, TILE_K)
+            keys = load_tile(k, k_base, sample, key_head, begin, key, k_s, seq_k, D, PADDED_D, TILE_K, TMA)
+            values = load_tile(v, v_base, sample, key_head, begin, key, v_s, seq_k, D, PADDED_D, TILE_K, TMA)
+            scores = tl.dot(queries, keys.T, input_precision=PRECISION)
+            if FLIP:
+                scores = -scores
+            weights = tl.exp2(scores * scale - row_lse[:, None])
+            if MASKED or PADDING or DOCUMENT_IDS:
+                seen = pairs_allowed(
+                    query[:, None], key[None, :], entry[None, :] if GATHERED else entry, split, stop, sample,
+                    rule_ids, rules, documents, padding, document_ids, num_intervals, seq_q, seq_k,
+                    MASKED, GATHERED, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS,
+                )  # fmt: skip
+                weights = tl.where(seen, weights, 0.0)
+            dweights = tl.dot(grads, values.T, input_precision=PRECISION)
+            if DROPOUT:
+                stays = kept(seed, sample * heads + query_head[:, None], query[:, None], key[None, :], threshold)
+                dweights = tl.where(stays, dweights * keep_scale, 0.0)
+            dscores = weights * (dweights - row_delta[:, None])
+            dqueries = tl.dot(dscores.to(keys.dtype), keys, dqueries, input_precision=PRECISION)
+
+    at = ((sample_64 * seq_q + query) * heads + query_head) * D
+    store_rows(dq, at, 1, real, dqueries * scale_out, D, PADDED_D)
+
+
+@triton.jit(do_not_specialize=VARYING)
+def dkv_kernel(
+    q, k, v, grad, lse, delta, dk, dv,
+    offsets, splits, indices, rule_ids, work, rules, documents, padding, document_ids, seed,
+    q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, g_b, g_s, g_h,
+    heads, group, seq_q, seq_k, num_blocks, lists_a_sample, heads_a_list, num_intervals,
+    scale, scale_out, threshold, keep_scale,
+    D: tl.constexpr, PADDED_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    TILE_Q: tl.constexpr, TILE_K: tl.constexpr, PACK: tl.constexpr, TMA: tl.constexpr, FLIP: tl.constexpr,
+    NAMED: tl.constexpr, SINGLE: tl.constexpr, DOCUMENTS: tl.constexpr, PADDING: tl.constexpr,
+    DOCUMENT_IDS: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dk and dv of one tile of keys: it walks the query blocks that see it, for each query head of its key head.
+
+    The lists are those by key. Scores stand as keys × queries, so that every product takes its operands as they lie.
+    """
+    TILES: tl.constexpr = BLOCK_K // TILE_K
+    pid = tl.program_id(0)
+    num_tiles = num_blocks * TILES
+    place, which = pid % num_tiles, pid // num_tiles
+    heads_kv = heads // group
+    sample, key_head = which // heads_kv, which % heads_kv
+    first_list = list_of(sample, key_head * group, lists_a_sample, heads_a_list)
+    block, _, _, _ = load_work(work, first_list * num_blocks + place // TILES)
+
+    key = block * BLOCK_K + place % TILES * TILE_K + tl.arange(0, TILE_K)
+    real_key = key < seq_k
+    sample_64, key_head_64 = sample.to(tl.int64), key_head.to(tl.int64)
+    keys = load_rows(k + sample_64 * k_b + key_head_64 * k_h, key, k_s, real_key, D, PADDED_D)
+    values = load_rows(v + sample_64 * v_b + key_head_64 * v_h, key, v_s, real_key, D, PADDED_D)
+
+    dkeys = tl.zeros([TILE_K, PADDED_D], tl.float32)
+    dvalues = tl.zeros([TILE_K, PADDED_D], tl.float32)
+    GATHERED: tl.constexpr = TILE_Q > BLOCK_Q
+    for member in range(0, group):
+        head = key_head * group + member
+        row = list_of(sample, head, lists_a_sample, heads_a_list) * num_blocks + block
+        q_base, g_base = sample_64 * q_b + head.to(tl.int64) * q_h, sample_64 * g_b + head.to(tl.int64) * g_h
+        of_head = (sample_64 * heads + head) * seq_q
+        start, split, stop = tl.load(offsets + row), tl.load(splits + row), tl.load(offsets + row + 1)
+        num_full, masked_from, num_masked = count_tiles(start, split, stop, BLOCK_Q, TILE_Q)
+        for MASKED in tl.static_range(2):
+            first = masked_from if MASKED else start
+            for i in range(0, num_masked if MASKED else num_full):
+                entry, begin, query = tile_at(indices, first, i, stop, BLOCK_Q, TILE_Q)
+                queries = load_tile(q, q_base, sample, head, begin, query, q_s, seq_q, D, PADDED_D, TILE_Q, TMA)
+                grads = load_tile(grad, g_base, sample, head, begin, query, g_s, seq_q, D, PADDED_D, TILE_Q, TMA)
+                real = query < seq_q
+                row_lse = load_lse(lse, of_head + query, real)
+                row_delta = tl.load(delta + of_head + query, mask=real, other=0.0)
+                scores = tl.dot(keys, queries.T, input_precision=PRECISION)
+                if FLIP:
+                    scores = -scores
+                weights = tl.exp2(scores * scale - row_lse[None, :])
+                if MASKED or PADDING or DOCUMENT_IDS:
+                    seen = pairs_allowed(
+                        query[None, :], key[:, None], entry[None, :] if GATHERED else entry, split, stop, sample,
+                        rule_ids, rules, documents, padding, document_ids, num_intervals, seq_q, seq_k,
+                        MASKED, GATHERED, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS,
+                    )  # fmt: skip
+                    weights = tl.where(seen, weights, 0.0)
+                dweights = tl.dot(values, grads.T, input_precision=PRECISION)
+                dropped = weights
+                if DROPOUT:
+                    stays = kept(seed, sample * heads + head, query[None, :], key[:, None], threshold)
+                    dropped = tl.where(stays, weights * keep_scale, 0.0)
+                    dweights = tl.where(stays, dweights * keep_scale, 0.0)
+                dvalues = tl.dot(dropped.to(grads.dtype), grads, dvalues, input_precision=PRECISION)
+                dscores = weights * (dweights - row_delta[None, :])
+                dkeys = tl.dot(dscores.to(queries.dtype), queries, dkeys, input_precision=PRECISION)
+
+    at = ((sample_64 * seq_k + key) * heads_kv + key_head) * D
+    store_rows(dk, at, 1, real_key, dkeys * scale_out, D, PADDED_D)
+    store_rows(dv, at, 1, real_key, dvalues, D, PADDED_D)

@@ -1,0 +1,64 @@
+"""Tile sizes by architecture, head dimension and dtype. `benchmarks/tune.py` measures them again.
+
+A tile never spans more than a query block (times the heads packed with it) on the side that a program owns; on the side
+that it walks, a tile is part of a block or gathers several.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Config(NamedTuple):
+    """Rows of queries and keys in a tile, warps, and stages of the software pipeline."""
+
+    tile_q: int
+    tile_k: int
+    num_warps: int
+    num_stages: int
+
+
+class Configs(NamedTuple):
+    forward: Config
+    dq: Config
+    dkv: Config
+
+
+# By padded head dimension (the next of these is taken), for 16-bit numbers. Measured on an H200.
+HOPPER = {
+    32: Configs(Config(128, 64, 4, 3), Config(64, 64, 4, 3), Config(64, 64, 4, 3)),
+    64: Configs(Config(128, 64, 8, 3), Config(64, 64, 4, 2), Config(128, 64, 4, 2)),
+    128: Configs(Config(128, 64, 4, 3), Config(128, 128, 8, 2), Config(64, 64, 4, 2)),
+    256: Configs(Config(128, 64, 8, 2), Config(64, 64, 8, 2), Config(64, 64, 8, 2)),
+}
+# An A100's shared memory holds as many stages of smaller tiles; not measured, compile-checked.
+AMPERE = {
+    32: Configs(Config(128, 64, 4, 3), Config(64, 64, 4, 3), Config(64, 64, 4, 3)),
+    64: Configs(Config(128, 64, 4, 3), Config(64, 64, 4, 3), Config(64, 64, 4, 3)),
+    128: Configs(Config(128, 64, 8, 2), Config(64, 64, 4, 2), Config(64, 64, 8, 2)),
+    256: Configs(Config(64, 32, 8, 2), Config(32, 32, 4, 2), Config(32, 32, 4, 2)),
+}
+# Consumer Ampere and Ada have 99 KiB of it.
+ADA = {
+    32: Configs(Config(128, 64, 4, 3), Config(64, 64, 4, 2), Config(64, 64, 4, 2)),
+    64: Configs(Config(128, 64, 4, 2), Config(64, 64, 4, 2), Config(64, 64, 4, 2)),
+    128: Configs(Config(64, 64, 4, 2), Config(64, 32, 4, 2), Config(32, 64, 4, 2)),
+    256: Configs(Config(32, 32, 4, 1), Config(32, 32, 4, 1), Config(32, 32, 4, 1)),
+}
+# Single precision takes twice the room, and three products of the matrix units for one.
+SINGLE_PRECISION = {
+    32: Configs(Config(64, 64, 4, 2), Config(64, 32, 4, 2), Config(32, 64, 4, 2)),
+    64: Configs(Config(64, 32, 4, 2), Config(32, 32, 4, 2), Config(32, 32, 4, 2)),
+    128: Configs(Config(32, 32, 4, 2), Config(32, 32, 4, 1), Config(32, 32, 4, 1)),
+    256: Configs(Config(32, 16, 4, 1), Config(16, 16, 4, 1), Config(16, 16, 4, 1)),
+}
+
+
+def configs(capability: tuple[int, int], padded_head_dim: int, itemsize: int) -> Configs:
+    if itemsize > 2:
+        table = SINGLE_PRECISION
+    elif capability >= (9, 0) and capability < (12, 0):
+        table = HOPPER
+    else:
+        table = AMPERE if capability == (8, 0) else ADA
+    return table[max(32, padded_head_dim)]

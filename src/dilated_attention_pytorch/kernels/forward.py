@@ -1,0 +1,88 @@
+"""The forward kernel: a tile of queries walks its list of key blocks with a running softmax."""
+
+import triton
+import triton.language as tl
+
+from .common import count_tiles, kept, list_of, load_rows, load_tile, load_work, pairs_allowed, store_rows, tile_at
+
+# Lengths, counts and rates change from call to call: no new kernel for a new value of them.
+VARYING = (
+    "lists_a_sample", "heads_a_list", "seq_q", "seq_k", "num_blocks", "num_intervals", "threshold", "heads", "group",
+)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=VARYING)
+def forward_kernel(
+    q, k, v, out, lse,
+    indices, rule_ids, work, rules, documents, padding, document_ids, seed,
+    q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h,
+    heads, group, seq_q, seq_k, num_blocks, lists_a_sample, heads_a_list, num_intervals,
+    scale, threshold, keep_scale,
+    D: tl.constexpr, PADDED_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    TILE_Q: tl.constexpr, TILE_K: tl.constexpr, PACK: tl.constexpr, TMA: tl.constexpr, FLIP: tl.constexpr,
+    NAMED: tl.constexpr, SINGLE: tl.constexpr, DOCUMENTS: tl.constexpr, PADDING: tl.constexpr,
+    DOCUMENT_IDS: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """out and lse of one tile: `TILE_Q` queries of `PACK` heads that share a list and a key head.
+
+    The scores are kept in units of log2: `scale` has the factor log2(e), and its sign is in FLIP.
+    """
+    TILES: tl.constexpr = BLOCK_Q // TILE_Q
+    pid = tl.program_id(0)
+    num_tiles = num_blocks * TILES
+    place, which = pid % num_tiles, pid // num_tiles
+    packs = heads // PACK
+    sample, head = which // packs, which % packs * PACK
+    rows_before = list_of(sample, head, lists_a_sample, heads_a_list) * num_blocks
+    block, start, split, stop = load_work(work, rows_before + place // TILES)
+
+    lane = tl.arange(0, PACK * TILE_Q)
+    query = block * BLOCK_Q + place % TILES * TILE_Q + lane % TILE_Q
+    query_head = head + lane // TILE_Q
+    real = query < seq_q
+    key_head = head // group
+    sample_64 = sample.to(tl.int64)
+    k_base, v_base = sample_64 * k_b + key_head.to(tl.int64) * k_h, sample_64 * v_b + key_head.to(tl.int64) * v_h
+    at = query.to(tl.int64) * q_s + query_head.to(tl.int64) * q_h
+    queries = load_rows(q + sample_64 * q_b, at, 1, real, D, PADDED_D)
+
+    top = tl.full([PACK * TILE_Q], float("-inf"), tl.float32)
+    total = tl.zeros([PACK * TILE_Q], tl.float32)
+    mixed = tl.zeros([PACK * TILE_Q, PADDED_D], tl.float32)
+    num_full, masked_from, num_masked = count_tiles(start, split, stop, BLOCK_K, TILE_K)
+
+    GATHERED: tl.constexpr = TILE_K > BLOCK_K
+    for MASKED in tl.static_range(2):
+        HIDES: tl.constexpr = MASKED or PADDING or DOCUMENT_IDS
+        first = masked_from if MASKED else start
+        for i in range(0, num_masked if MASKED else num_full):
+            entry, begin, key = tile_at(indices, first, i, stop, BLOCK_K, TILE_K)
+            keys = load_tile(k, k_base, sample, key_head, begin, key, k_s, seq_k, D, PADDED_D, TILE_K, TMA)
+            scores = tl.dot(queries, keys.T, input_precision=PRECISION)
+            if FLIP:
+                scores = -scores
+            if HIDES:
+                seen = pairs_allowed(
+                    query[:, None], key[None, :], entry[None, :] if GATHERED else entry, split, stop, sample,
+                    rule_ids, rules, documents, padding, document_ids, num_intervals, seq_q, seq_k,
+                    MASKED, GATHERED, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS,
+                )  # fmt: skip
+                scores = tl.where(seen, scores, float("-inf"))
+            new_top = tl.maximum(top, tl.max(scores, 1) * scale)
+            base = tl.where(new_top == float("-inf"), 0.0, new_top) if HIDES else new_top
+            weights = tl.exp2(scores * scale - base[:, None])
+            shrink = tl.exp2(top - base)
+            total = total * shrink + tl.sum(weights, 1)
+            if DROPOUT:
+                stays = kept(seed, sample * heads + query_head[:, None], query[:, None], key[None, :], threshold)
+                weights = tl.where(stays, weights * keep_scale, 0.0)
+            values = load_tile(v, v_base, sample, key_head, begin, key, v_s, seq_k, D, PADDED_D, TILE_K, TMA)
+            mixed = tl.dot(weights.to(values.dtype), values, mixed * shrink[:, None], input_precision=PRECISION)
+            top = new_top
+
+    empty = total == 0.0
+    mixed = mixed / tl.where(empty, 1.0, total)[:, None]
+    at = ((sample_64 * seq_q + query) * heads + query_head) * D
+    store_rows(out, at, 1, real, mixed, D, PADDED_D)
+    natural = tl.where(empty, float("-inf"), (top + tl.log2(total)) * 0.6931471805599453)
+    tl.store(lse + (sample_64 * heads + query_head) * seq_q + query, natural, mask=real)

@@ -1,0 +1,311 @@
+"""The forward kernel for Hopper, warp-specialised in Gluon: the twin of `forward.py`, which is the one to read first.
+
+A program keeps one multiprocessor for the whole call and takes tiles of 128 queries in turn. One warp fetches (the
+query tile, then key and value blocks, into rings of buffers), two warpgroups compute, 64 queries each. In each of them
+the scores of a block are on the matrix units while the weights of the one before are mixed, and the first scores of the
+next tile while the tile before is written out.
+
+Barriers: `*_ready` says that a buffer is filled, `*_empty` that both warpgroups have done with it. Their phase is the
+parity of the turn: how often the ring went round, counted over all tiles.
+"""
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from .common import kept, list_of, load_work, pairs_allowed
+from .forward import VARYING
+
+DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
+ROWS = gl.constexpr(64)  # of a warpgroup
+TILE_Q = gl.constexpr(2 * ROWS.value)
+
+
+def describe(x: Tensor, rows: int) -> TensorDescriptor:
+    """For the copy engine: `rows` tokens of one head of x [batch, seq, heads, D]."""
+    batch, seq, heads, head_dim = x.shape
+    block = [1, rows, head_dim]
+    layout = gl.NVMMASharedLayout.get_default_for(block, DTYPES[x.dtype])
+    return TensorDescriptor(x, [batch, seq, heads * head_dim], [x.stride(0), x.stride(1), 1], block, layout)
+
+
+@gluon.jit
+def _tile(t, work, heads, num_blocks, lists_a_sample, heads_a_list, BLOCK_Q: gl.constexpr):
+    """Sample, head, first query and the row of tile `t`."""
+    TILES: gl.constexpr = BLOCK_Q // TILE_Q
+    num_tiles = num_blocks * TILES
+    place, which = t % num_tiles, t // num_tiles
+    sample, head = which // heads, which % heads
+    rows_before = list_of(sample, head, lists_a_sample, heads_a_list) * num_blocks
+    block, start, split, stop = load_work(work, rows_before + place // TILES)
+    return sample, head, block * BLOCK_Q + place % TILES * TILE_Q, start, split, stop
+
+
+@gluon.jit
+def _fetch(
+    q, k, v, q_buffers, k_buffers, v_buffers,
+    q_ready, q_empty, k_ready, k_empty, v_ready, v_empty,
+    indices, work, heads, group, num_blocks, lists_a_sample, heads_a_list, total,
+    D: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, TILE_K: gl.constexpr,
+    Q_RING: gl.constexpr, KV_RING: gl.constexpr,
+):  # fmt: skip
+    PER: gl.constexpr = BLOCK_K // TILE_K
+    step, turn = 0, 0
+    for t in range(gl.program_id(0), total, gl.num_programs(0)):
+        sample, head, query, start, _, stop = _tile(
+            t, work, heads, num_blocks, lists_a_sample, heads_a_list, BLOCK_Q
+        )
+        place = turn % Q_RING
+        mbarrier.wait(q_empty.index(place), (turn // Q_RING & 1) ^ 1)
+        mbarrier.expect(q_ready.index(place), 2 * q.block_type.nbytes)
+        for half in gl.static_range(2):
+            buffer = q_buffers.index(2 * place + half)
+            at = [sample, query + half * ROWS, head * D]
+            tma.async_copy_global_to_shared(q, at, q_ready.index(place), _as_block(buffer, q))
+        turn += 1
+        column = head // group * D
+        for i in range(gl.maximum((stop - start) * PER, 1)):
+            block = 0
+            if stop > start:
+                block = gl.load(indices + start + i // PER)
+            at = [sample, block * BLOCK_K + i % PER * TILE_K, column]
+            place, phase = step % KV_RING, step // KV_RING & 1
+            mbarrier.wait(k_empty.index(place), phase ^ 1)
+            mbarrier.expect(k_ready.index(place), k.block_type.nbytes)
+            tma.async_copy_global_to_shared(k, at, k_ready.index(place), _as_block(k_buffers.index(place), k))
+            mbarrier.wait(v_empty.index(place), phase ^ 1)
+            mbarrier.expect(v_ready.index(place), v.block_type.nbytes)
+            tma.async_copy_global_to_shared(v, at, v_ready.index(place), _as_block(v_buffers.index(place), v))
+            step += 1
+
+
+@gluon.jit
+def _as_block(buffer, descriptor):
+    """A buffer [rows, D] in the shape of a descriptor's block, [1, rows, D]."""
+    return buffer._reinterpret(descriptor.dtype, descriptor.block_type.shape, descriptor.layout)
+
+
+@gluon.jit
+def _compute(
+    out, lse, q_buffers, k_buffers, v_buffers,
+    q_ready, q_empty, k_ready, k_empty, v_ready, v_empty,
+    indices, rule_ids, work, rules, documents, padding, document_ids, seed,
+    heads, group, seq_q, seq_k, num_blocks, lists_a_sample, heads_a_list, num_intervals, total,
+    scale, threshold, keep_scale, WHO: gl.constexpr,
+    D: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, TILE_K: gl.constexpr,
+    Q_RING: gl.constexpr, KV_RING: gl.constexpr, FLIP: gl.constexpr,
+    NAMED: gl.constexpr, SINGLE: gl.constexpr, DOCUMENTS: gl.constexpr, PADDING: gl.constexpr,
+    DOCUMENT_IDS: gl.constexpr, DROPOUT: gl.constexpr,
+):  # fmt: skip
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_K, 16])
+    MIXED: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, MIXED, 2)
+    PER: gl.constexpr = BLOCK_K // TILE_K
+    HIDES: gl.constexpr = PADDING or DOCUMENT_IDS
+    dtype: gl.constexpr = q_buffers.dtype
+    no_scores = gl.zeros([ROWS, TILE_K], gl.float32, SCORES)
+    lane = gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
+    key_lane = gl.arange(0, TILE_K, gl.SliceLayout(0, SCORES))
+
+    step, turn = 0, 0
+    programs = gl.num_programs(0)
+    sample, head, query_from, start, split, stop = _tile(
+        gl.program_id(0), work, heads, num_blocks, lists_a_sample, heads_a_list, BLOCK_Q
+    )
+    mbarrier.wait(q_ready.index(0), 0)
+    mbarrier.wait(k_ready.index(0), 0)
+    pending = warpgroup_mma(
+        q_buffers.index(WHO), k_buffers.index(0).permute((1, 0)), no_scores, use_acc=False, is_async=True
+    )
+    for t in range(gl.program_id(0), total, programs):
+        # What the next tile is: asked for now, read when this one is done.
+        next_sample, next_head, next_query, next_start, next_split, next_stop = _tile(
+            gl.minimum(t + programs, total - 1), work, heads, num_blocks, lists_a_sample, heads_a_list, BLOCK_Q
+        )
+        q = q_buffers.index(turn % Q_RING * 2 + WHO)
+        query = gl.expand_dims(query_from + WHO * ROWS + lane, 1)
+        num_full = (split - start) * PER
+        num = gl.maximum((stop - start) * PER, 1)  # a row without keys has one block, of which it sees nothing
+
+        scores = warpgroup_mma_wait(0, deps=[pending])
+        mbarrier.arrive(k_empty.index(step % KV_RING), count=1)
+        if FLIP:
+            scores = -scores
+        if HIDES or num_full == 0:
+            scores = _hide(
+                scores, query, key_lane, 0, start, split, stop, sample, indices, rule_ids, rules, documents, padding,
+                document_ids, num_intervals, seq_q, seq_k, BLOCK_K, TILE_K,
+                NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS,
+            )  # fmt: skip
+        top = gl.max(scores, 1) * scale
+        base = gl.where(top == float("-inf"), 0.0, top)
+        weights = gl.exp2(scores * scale - gl.expand_dims(base, 1))
+        sums = gl.sum(weights, 1)
+        if DROPOUT:
+            key = gl.expand_dims(_first_key(indices, start, stop, 0, BLOCK_K, TILE_K) + key_lane, 0)
+            stays = kept(seed, sample * heads + head, query, key, threshold)
+            weights = gl.where(stays, weights * keep_scale, 0.0)
+        operand = gl.convert_layout(weights.to(dtype), WEIGHTS)
+        mixed = gl.zeros([ROWS, D], gl.float32, MIXED)
+        for MASKED in gl.static_range(2):
+            if MASKED:
+                begin, end = gl.maximum(num_full, 1), num
+            else:
+                begin, end = 1, num_full
+            for i in range(begin, end):
+                here, before = step + i, step + i - 1
+                place, place_before = here % KV_RING, before % KV_RING
+                mbarrier.wait(k_ready.index(place), here // KV_RING & 1)
+                of_scores = warpgroup_mma(
+                    q, k_buffers.index(place).permute((1, 0)), no_scores, use_acc=False, is_async=True
+                )
+                mbarrier.wait(v_ready.index(place_before), before // KV_RING & 1)
+                of_mixed = warpgroup_mma(operand, v_buffers.index(place_before), mixed, is_async=True)
+                scores = warpgroup_mma_wait(1, deps=[of_scores])
+                mbarrier.arrive(k_empty.index(place), count=1)
+                if FLIP:
+                    scores = -scores
+                if MASKED or HIDES:
+                    scores = _hide(
+                        scores, query, key_lane, i, start, split, stop, sample, indices, rule_ids, rules, documents,
+                        padding, document_ids, num_intervals, seq_q, seq_k, BLOCK_K, TILE_K,
+                        NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS,
+                    )  # fmt: skip
+                new_top = gl.maximum(top, gl.max(scores, 1) * scale)
+                base = new_top
+                if MASKED or HIDES:
+                    base = gl.where(new_top == float("-inf"), 0.0, new_top)
+                shrink = gl.exp2(top - base)
+                weights = gl.exp2(scores * scale - gl.expand_dims(base, 1))
+                sums = sums * shrink + gl.sum(weights, 1)
+                top = new_top
+                if DROPOUT:
+                    key = gl.expand_dims(_first_key(indices, start, stop, i, BLOCK_K, TILE_K) + key_lane, 0)
+                    stays = kept(seed, sample * heads + head, query, key, threshold)
+                    weights = gl.where(stays, weights * keep_scale, 0.0)
+                mixed = warpgroup_mma_wait(0, deps=[of_mixed])
+                mbarrier.arrive(v_empty.index(place_before), count=1)
+                operand = gl.convert_layout(weights.to(dtype), WEIGHTS)
+                mixed = mixed * gl.expand_dims(gl.convert_layout(shrink, gl.SliceLayout(1, MIXED)), 1)
+
+        last = step + num - 1
+        step += num
+        mbarrier.wait(v_ready.index(last % KV_RING), last // KV_RING & 1)
+        of_mixed = warpgroup_mma(operand, v_buffers.index(last % KV_RING), mixed, is_async=True)
+        next_turn = turn + 1
+        if t + programs < total:
+            mbarrier.wait(q_ready.index(next_turn % Q_RING), next_turn // Q_RING & 1)
+            mbarrier.wait(k_ready.index(step % KV_RING), step // KV_RING & 1)
+        # After the last tile this multiplies what is left in the buffers, and nobody reads the result.
+        pending = warpgroup_mma(
+            q_buffers.index(next_turn % Q_RING * 2 + WHO), k_buffers.index(step % KV_RING).permute((1, 0)), no_scores,
+            use_acc=False, is_async=True,
+        )  # fmt: skip
+        mixed = warpgroup_mma_wait(1, deps=[of_mixed])
+        mbarrier.arrive(v_empty.index(last % KV_RING), count=1)
+
+        empty = sums == 0.0
+        inverse = 1.0 / gl.where(empty, 1.0, sums)
+        mixed = mixed * gl.expand_dims(gl.convert_layout(inverse, gl.SliceLayout(1, MIXED)), 1)
+        q.store(mixed.to(dtype))  # these queries have served; no other warpgroup reads them
+        fence_async_shared()
+        tma.async_copy_shared_to_global(out, [sample, query_from + WHO * ROWS, head * D], _as_block(q, out))
+        natural = gl.where(empty, float("-inf"), (top + gl.log2(sums)) * 0.6931471805599453)
+        of_row = query_from + WHO * ROWS + lane
+        gl.store(lse + (sample.to(gl.int64) * heads + head) * seq_q + of_row, natural, mask=of_row < seq_q)
+        tma.store_wait(0)
+        mbarrier.arrive(q_empty.index(turn % Q_RING), count=1)
+        turn = next_turn
+        sample, head, query_from = next_sample, next_head, next_query
+        start, split, stop = next_start, next_split, next_stop
+    warpgroup_mma_wait(0, deps=[pending])
+
+
+@gluon.jit
+def _first_key(indices, start, stop, i, BLOCK_K: gl.constexpr, TILE_K: gl.constexpr):
+    PER: gl.constexpr = BLOCK_K // TILE_K
+    block = 0
+    if stop > start:
+        block = gl.load(indices + start + i // PER)
+    return block * BLOCK_K + i % PER * TILE_K
+
+
+@gluon.jit
+def _hide(
+    scores, query, key_lane, i, start, split, stop, sample, indices, rule_ids, rules, documents, padding, document_ids,
+    num_intervals, seq_q, seq_k, BLOCK_K: gl.constexpr, TILE_K: gl.constexpr,
+    NAMED: gl.constexpr, SINGLE: gl.constexpr, DOCUMENTS: gl.constexpr, PADDING: gl.constexpr,
+    DOCUMENT_IDS: gl.constexpr,
+):  # fmt: skip
+    """Scores with −inf where a pair is not allowed; the block may be full, partial, or not there at all."""
+    key = gl.expand_dims(_first_key(indices, start, stop, i, BLOCK_K, TILE_K) + key_lane, 0)
+    seen = pairs_allowed(
+        query, key, start + i // (BLOCK_K // TILE_K), split, stop, sample,
+        rule_ids, rules, documents, padding, document_ids, num_intervals, seq_q, seq_k,
+        True, True, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS,
+    )  # fmt: skip
+    return gl.where(seen, scores, float("-inf"))
+
+
+@gluon.jit(do_not_specialize=[*VARYING, "total"])
+def forward_kernel(
+    q, k, v, out, lse,
+    indices, rule_ids, work, rules, documents, padding, document_ids, seed,
+    heads, group, seq_q, seq_k, num_blocks, lists_a_sample, heads_a_list, num_intervals, total,
+    scale, threshold, keep_scale,
+    D: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, TILE_K: gl.constexpr,
+    Q_RING: gl.constexpr, KV_RING: gl.constexpr, FLIP: gl.constexpr,
+    NAMED: gl.constexpr, SINGLE: gl.constexpr, DOCUMENTS: gl.constexpr, PADDING: gl.constexpr,
+    DOCUMENT_IDS: gl.constexpr, DROPOUT: gl.constexpr, REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """`q`, `k`, `v` and `out` are descriptors of [batch, seq, heads · D]; `total` is the number of tiles."""
+    ROW_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], q.dtype)
+    KEY_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE_K, D], q.dtype)
+    q_buffers = gl.allocate_shared_memory(q.dtype, [2 * Q_RING, ROWS, D], ROW_LAYOUT)
+    k_buffers = gl.allocate_shared_memory(q.dtype, [KV_RING, TILE_K, D], KEY_LAYOUT)
+    v_buffers = gl.allocate_shared_memory(q.dtype, [KV_RING, TILE_K, D], KEY_LAYOUT)
+    q_ready = gl.allocate_shared_memory(gl.int64, [Q_RING, 1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [Q_RING, 1], mbarrier.MBarrierLayout())
+    k_ready = gl.allocate_shared_memory(gl.int64, [KV_RING, 1], mbarrier.MBarrierLayout())
+    k_empty = gl.allocate_shared_memory(gl.int64, [KV_RING, 1], mbarrier.MBarrierLayout())
+    v_ready = gl.allocate_shared_memory(gl.int64, [KV_RING, 1], mbarrier.MBarrierLayout())
+    v_empty = gl.allocate_shared_memory(gl.int64, [KV_RING, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(Q_RING):
+        mbarrier.init(q_ready.index(i), count=1)
+        mbarrier.init(q_empty.index(i), count=2)
+    for i in gl.static_range(KV_RING):
+        mbarrier.init(k_ready.index(i), count=1)
+        mbarrier.init(k_empty.index(i), count=2)
+        mbarrier.init(v_ready.index(i), count=1)
+        mbarrier.init(v_empty.index(i), count=2)
+    gl.warp_specialize([
+        (_compute, (
+            out, lse, q_buffers, k_buffers, v_buffers, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty,
+            indices, rule_ids, work, rules, documents, padding, document_ids, seed,
+            heads, group, seq_q, seq_k, num_blocks, lists_a_sample, heads_a_list, num_intervals, total,
+            scale, threshold, keep_scale, 0, D, BLOCK_Q, BLOCK_K, TILE_K, Q_RING, KV_RING, FLIP,
+            NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS, DROPOUT,
+        )),
+        (_compute, (
+            out, lse, q_buffers, k_buffers, v_buffers, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty,
+            indices, rule_ids, work, rules, documents, padding, document_ids, seed,
+            heads, group, seq_q, seq_k, num_blocks, lists_a_sample, heads_a_list, num_intervals, total,
+            scale, threshold, keep_scale, 1, D, BLOCK_Q, BLOCK_K, TILE_K, Q_RING, KV_RING, FLIP,
+            NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS, DROPOUT,
+        )),
+        (_fetch, (
+            q, k, v, q_buffers, k_buffers, v_buffers, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty,
+            indices, work, heads, group, num_blocks, lists_a_sample, heads_a_list, total,
+            D, BLOCK_Q, BLOCK_K, TILE_K, Q_RING, KV_RING,
+        )),
+    ], [4, 1], [REGISTERS, 24])  # fmt: skip

@@ -1,0 +1,199 @@
+"""From a layout and tensors to kernel launches."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ..layout import BlockLayout
+from .backward import delta_kernel, dkv_kernel, dq_kernel
+from .configs import Config, Configs, configs
+from .forward import forward_kernel
+
+INTERPRETED = triton.knobs.runtime.interpret
+DELTA_TILE = 64
+# By head dimension: keys a tile, and how many query tiles and key tiles are in flight.
+HOPPER_TILES = {64: (128, 2, 2), 128: (128, 2, 2)}
+
+
+class Call:
+    """What the kernels of one call share. The arguments are those of a backend, checked before."""
+
+    def __init__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layout: BlockLayout,
+        scale: float,
+        key_padding_mask: Tensor | None,
+        document_ids: Tensor | None,
+        dropout_p: float,
+        seed: Tensor | None,
+    ) -> None:
+        self.q, self.k, self.v, self.layout, self.scale = rows(q), rows(k), rows(v), layout, scale
+        self.batch, self.seq_q, self.heads, self.head_dim = q.shape
+        self.heads_kv = k.shape[2]
+        self.group = self.heads // self.heads_kv
+        self.padded = max(16, triton.next_power_of_2(self.head_dim))
+        self.tma, self.hopper, self.configs = _device(q.device, self.padded, q.dtype.itemsize)
+        lists = layout.num_heads or 1
+        self.own_lists = lists > self.heads_kv  # query heads of a key head follow different ones
+        nothing = layout.by_query.offsets
+        self.masks = (
+            layout.rules,
+            layout.documents,
+            nothing if key_padding_mask is None else key_padding_mask.contiguous().view(torch.uint8),
+            nothing if document_ids is None else document_ids.contiguous(),
+            nothing if seed is None else seed,
+        )
+        self.sizes = (self.heads, self.group, layout.seq_q, layout.seq_k)
+        self.list_sizes = (lists if (layout.batch_size or 1) > 1 else 0, self.heads // lists, layout.rules.shape[1])
+        # Scores are in units of log2. A scale of 0 would make NaN of −inf; this small one leaves them 0 all the same.
+        self.log2_scale = max(abs(scale) * math.log2(math.e), 1e-30)
+        self.dropout = round(dropout_p * 2**32), 1.0 / (1.0 - dropout_p)
+        self.flags: dict[str, Any] = {
+            "D": self.head_dim,
+            "PADDED_D": self.padded,
+            "BLOCK_Q": layout.block_q,
+            "BLOCK_K": layout.block_k,
+            "FLIP": scale < 0,
+            "NAMED": layout.by_query.rule_ids.numel() > 0,
+            "SINGLE": layout.rules.shape[1] == 1,
+            "DOCUMENTS": layout.documents.numel() > 0,
+            "PADDING": key_padding_mask is not None,
+            "DOCUMENT_IDS": document_ids is not None,
+            "DROPOUT": seed is not None,
+            "PRECISION": "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32",
+        }
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        q, k, v = self.q, self.k, self.v
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        lse = torch.empty(self.batch, self.heads, self.seq_q, dtype=torch.float32, device=q.device)
+        if self._on_hopper((q, k, v, out)):
+            self._hopper_forward(out, lse)
+            return out, lse
+        config = self.configs.forward
+        grid, owned = self._by_queries(config)
+        tma, (keys, values) = self._walked(config.tile_k, self.layout.block_k, k, v)
+        forward_kernel[grid](
+            q, keys, values, out, lse, *self._by_query(), *self.masks, *_strides(q, k, v),
+            *self.sizes, self.layout.num_q_blocks, *self.list_sizes, self.log2_scale, *self.dropout,
+            **self.flags, **owned, TILE_K=config.tile_k, TMA=tma, **_effort(config),
+        )  # fmt: skip
+        return out, lse
+
+    def backward(self, do: Tensor, dlse: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v, do, layout = self.q, self.k, self.v, rows(do), self.layout
+        delta = torch.empty_like(lse)
+        delta_kernel[(triton.cdiv(self.seq_q, DELTA_TILE) * self.batch * self.heads,)](
+            out, do, dlse.contiguous(), lse, delta, *do.stride()[:3], self.heads, self.seq_q,
+            D=self.head_dim, PADDED_D=self.padded, TILE=DELTA_TILE,
+        )  # fmt: skip
+        dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+        scales = self.log2_scale, self.scale, *self.dropout
+
+        config = self.configs.dkv
+        tile_k = min(config.tile_k, layout.block_k)
+        tma, (queries, grads) = self._walked(config.tile_q, layout.block_q, q, do)
+        dkv_kernel[(layout.num_k_blocks * (layout.block_k // tile_k) * self.batch * self.heads_kv,)](
+            queries, k, v, grads, lse, delta, dk, dv, *layout.by_key.tensors(), layout.key_work, *self.masks, *_strides(q, k, v, do),
+            *self.sizes, layout.num_k_blocks, *self.list_sizes, *scales,
+            **self.flags, TILE_Q=config.tile_q, TILE_K=tile_k, PACK=1, TMA=tma, **_effort(config),
+        )  # fmt: skip
+
+        config = self.configs.dq
+        grid, owned = self._by_queries(config)
+        tma, (keys, values) = self._walked(config.tile_k, layout.block_k, k, v)
+        dq_kernel[grid](
+            q, keys, values, do, lse, delta, dq, *self._by_query(), *self.masks, *_strides(q, k, v, do),
+            *self.sizes, layout.num_q_blocks, *self.list_sizes, *scales,
+            **self.flags, **owned, TILE_K=config.tile_k, TMA=tma, **_effort(config),
+        )  # fmt: skip
+        return dq, dk, dv
+
+    def _on_hopper(self, tensors: tuple[Tensor, ...]) -> bool:
+        """Whether the warp-specialised kernels can take the call."""
+        layout = self.layout
+        fits = self.head_dim in HOPPER_TILES and layout.block_q % 128 == 0 and layout.block_k % 64 == 0
+        return self.hopper and fits and all(map(_can_be_described, tensors))
+
+    def _hopper_forward(self, out: Tensor, lse: Tensor) -> None:
+        from . import hopper
+
+        layout = self.layout
+        tile_k, q_ring, kv_ring = HOPPER_TILES[self.head_dim]
+        tile_k = min(tile_k, layout.block_k)
+        total = layout.num_q_blocks * (layout.block_q // 128) * self.batch * self.heads
+        flags = {name: value for name, value in self.flags.items() if name not in ("PADDED_D", "PRECISION")}
+        hopper.forward_kernel[(min(total, _num_processors(self.q.device)),)](
+            hopper.describe(self.q, 64), hopper.describe(self.k, tile_k), hopper.describe(self.v, tile_k),
+            hopper.describe(out, 64), lse, *self._by_query(), *self.masks,
+            *self.sizes, layout.num_q_blocks, *self.list_sizes, total, self.log2_scale, *self.dropout,
+            **flags, TILE_K=tile_k, Q_RING=q_ring, KV_RING=kv_ring, REGISTERS=240, num_warps=4, maxnreg=168,
+        )  # fmt: skip
+
+    def _by_query(self) -> list[Tensor]:
+        return [*self.layout.by_query.tensors()[2:], self.layout.query_work]
+
+    def _by_queries(self, config: Config) -> tuple[tuple[int], dict[str, int]]:
+        """The grid of a kernel whose programs own queries, and what each owns: small blocks take heads together."""
+        tile = min(config.tile_q, self.layout.block_q)
+        even = self.group & -self.group
+        pack = 1 if self.own_lists else min(even, config.tile_q // tile)
+        tiles = self.layout.num_q_blocks * (self.layout.block_q // tile)
+        return (tiles * self.batch * (self.heads // pack),), {"TILE_Q": tile, "PACK": pack}
+
+    def _walked(self, tile: int, block: int, *tensors: Tensor) -> tuple[bool, list[Any]]:
+        """Tensors that a program walks in tiles: descriptors for the copy engine where all of them allow it."""
+        tma = self.tma and tile <= block and self.head_dim == self.padded and all(map(_can_be_described, tensors))
+        if not tma:
+            return False, list(tensors)
+        return True, [_describe(x, tile) for x in tensors]
+
+
+def rows(x: Tensor) -> Tensor:
+    """The kernels read rows of a head: only the last dimension must lie together."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _describe(x: Tensor, tile: int) -> TensorDescriptor:
+    batch, seq, heads, head_dim = x.shape
+    return TensorDescriptor(
+        x, [batch, seq, heads * head_dim], [x.stride(0), x.stride(1), 1], [1, tile, head_dim], padding="zero"
+    )
+
+
+def _can_be_described(x: Tensor) -> bool:
+    """The copy engine takes heads side by side, and steps and addresses of 16 bytes."""
+    size = x.dtype.itemsize
+    steps = x.stride(0) * size % 16 == 0 and x.stride(1) * size % 16 == 0 and x.stride(1) > 0 and x.stride(0) > 0
+    return (x.shape[2] == 1 or x.stride(2) == x.shape[3]) and steps and x.data_ptr() % 16 == 0
+
+
+def _strides(*tensors: Tensor) -> tuple[int, ...]:
+    return tuple(stride for x in tensors for stride in x.stride()[:3])
+
+
+def _effort(config: Config) -> dict[str, int]:
+    return {"num_warps": config.num_warps, "num_stages": config.num_stages}
+
+
+@lru_cache
+def _device(device: torch.device, padded: int, itemsize: int) -> tuple[bool, bool, Configs]:
+    """Whether the device has a copy engine, whether it runs the Hopper kernels, and its tiles."""
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
+    hopper = device.type == "cuda" and capability == (9, 0) and itemsize == 2 and not INTERPRETED
+    return capability >= (9, 0), hopper, configs(capability, padded, itemsize)
+
+
+@lru_cache
+def _num_processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
