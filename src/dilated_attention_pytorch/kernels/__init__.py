@@ -1,1 +1,1 @@
-"""The Triton kernels: the only folder that imports triton. Takes tensors and numbers, knows no pattern and no layout."""
+"""The Triton kernels: the only folder that imports triton. Takes tensors and layouts, knows no pattern."""

@@ -1,7 +1,7 @@
 """The backward kernels: dq by rows of the layout, dk and dv by its columns. No sums in free order: bits repeat.
 
-The weights are computed again from the scores and lse. With delta = Σ out · dout − dlse, a row's score gradients are
-weights · (dout · value − delta).
+The weights are computed again from the scores and lse, here in units of log2 and for whole blocks (`rows_kernel`). With
+delta = Σ out · dout − dlse, a row's score gradients are weights · (dout · value − delta).
 """
 
 import triton
@@ -13,13 +13,16 @@ from .forward import VARYING
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
-@triton.jit(do_not_specialize=["heads", "seq_q"])
-def delta_kernel(
-    out, grad, dlse, lse, delta, g_b, g_s, g_h, heads, seq_q,
+@triton.jit(do_not_specialize=["heads", "seq_q", "padded_q"])
+def rows_kernel(
+    out, grad, dlse, lse, log2_lse, delta, g_b, g_s, g_h, heads, seq_q, padded_q,
     D: tl.constexpr, PADDED_D: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """delta of a tile of queries of one head; 0 for rows without keys, whatever comes in."""
-    num_tiles = tl.cdiv(seq_q, TILE)
+    """What the other kernels need of each row, for a tile of queries of one head: lse in units of log2, and delta.
+
+    Rows without keys, and those that fill up the last block, get +inf, so that no weight comes of them, and 0.
+    """
+    num_tiles = padded_q // TILE
     which = tl.program_id(0) // num_tiles
     sample, head = (which // heads).to(tl.int64), which % heads
     query = tl.program_id(0) % num_tiles * TILE + tl.arange(0, TILE)
@@ -28,15 +31,11 @@ def delta_kernel(
     grads = load_rows(grad + sample * g_b + head.to(tl.int64) * g_h, query, g_s, real, D, PADDED_D)
     at = (sample * heads + head) * seq_q + query
     value = tl.sum(outs.to(tl.float32) * grads.to(tl.float32), 1) - tl.load(dlse + at, mask=real, other=0.0)
-    empty = tl.load(lse + at, mask=real, other=0.0) == float("-inf")
-    tl.store(delta + at, tl.where(empty, 0.0, value), mask=real)
-
-
-@triton.jit
-def load_lse(lse, at, real):
-    """lse in units of log2; +inf, so that no weight comes of it, for rows without keys and beyond the end."""
     natural = tl.load(lse + at, mask=real, other=float("-inf"))
-    return tl.where(natural == float("-inf"), float("inf"), natural * LOG2E)
+    empty = natural == float("-inf")
+    at = (sample * heads + head) * padded_q + query
+    tl.store(log2_lse + at, tl.where(empty, float("inf"), natural * LOG2E))
+    tl.store(delta + at, tl.where(empty, 0.0, value))
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -70,16 +69,15 @@ def dq_kernel(
     k_base, v_base = sample_64 * k_b + key_head.to(tl.int64) * k_h, sample_64 * v_b + key_head.to(tl.int64) * v_h
     queries = load_rows(q + sample_64 * q_b, query_64 * q_s + head_64 * q_h, 1, real, D, PADDED_D)
     grads = load_rows(grad + sample_64 * g_b, query_64 * g_s + head_64 * g_h, 1, real, D, PADDED_D)
-    of_row = (sample_64 * heads + query_head) * seq_q + query
-    row_lse = load_lse(lse, of_row, real)
-    row_delta = tl.load(delta + of_row, mask=real, other=0.0)
+    of_row = (sample_64 * heads + query_head) * (num_blocks * BLOCK_Q) + query
+    row_lse, row_delta = tl.load(lse + of_row), tl.load(delta + of_row)
 
     dqueries = tl.zeros([PACK * TILE_Q, PADDED_D], tl.float32)
     num_full, masked_from, num_masked = count_tiles(start, split, stop, BLOCK_K, TILE_K)
     GATHERED: tl.constexpr = TILE_K > BLOCK_K
     for MASKED in tl.static_range(2):
         first = masked_from if MASKED else start
-        for i in range(0, num_masked if MASKED else num_full):
+        for i in range(num_masked if MASKED else num_full):
             entry, begin, key = tile_at(indices, first, i, stop, BLOCK_K, TILE_K)
             keys = load_tile(k, k_base, sample, key_head, begin, key, k_s, seq_k, D, PADDED_D, TILE_K, TMA)
             values = load_tile(v, v_base, sample, key_head, begin, key, v_s, seq_k, D, PADDED_D, TILE_K, TMA)
@@ -136,25 +134,24 @@ def dkv_kernel(
     keys = load_rows(k + sample_64 * k_b + key_head_64 * k_h, key, k_s, real_key, D, PADDED_D)
     values = load_rows(v + sample_64 * v_b + key_head_64 * v_h, key, v_s, real_key, D, PADDED_D)
 
+    padded_q = tl.cdiv(seq_q, BLOCK_Q) * BLOCK_Q
     dkeys = tl.zeros([TILE_K, PADDED_D], tl.float32)
     dvalues = tl.zeros([TILE_K, PADDED_D], tl.float32)
     GATHERED: tl.constexpr = TILE_Q > BLOCK_Q
-    for member in range(0, group):
+    for member in range(group):
         head = key_head * group + member
         row = list_of(sample, head, lists_a_sample, heads_a_list) * num_blocks + block
         q_base, g_base = sample_64 * q_b + head.to(tl.int64) * q_h, sample_64 * g_b + head.to(tl.int64) * g_h
-        of_head = (sample_64 * heads + head) * seq_q
+        of_head = (sample_64 * heads + head) * padded_q
         start, split, stop = tl.load(offsets + row), tl.load(splits + row), tl.load(offsets + row + 1)
         num_full, masked_from, num_masked = count_tiles(start, split, stop, BLOCK_Q, TILE_Q)
         for MASKED in tl.static_range(2):
             first = masked_from if MASKED else start
-            for i in range(0, num_masked if MASKED else num_full):
+            for i in range(num_masked if MASKED else num_full):
                 entry, begin, query = tile_at(indices, first, i, stop, BLOCK_Q, TILE_Q)
                 queries = load_tile(q, q_base, sample, head, begin, query, q_s, seq_q, D, PADDED_D, TILE_Q, TMA)
                 grads = load_tile(grad, g_base, sample, head, begin, query, g_s, seq_q, D, PADDED_D, TILE_Q, TMA)
-                real = query < seq_q
-                row_lse = load_lse(lse, of_head + query, real)
-                row_delta = tl.load(delta + of_head + query, mask=real, other=0.0)
+                row_lse, row_delta = tl.load(lse + of_head + query), tl.load(delta + of_head + query)
                 scores = tl.dot(keys, queries.T, input_precision=PRECISION)
                 if FLIP:
                     scores = -scores

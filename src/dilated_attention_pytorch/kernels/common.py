@@ -93,7 +93,9 @@ def pairs_allowed(
         allowed &= interval_allows(query, key, rule, 0, rules, documents, num_intervals, seq_q, seq_k, DOCUMENTS)
         if not SINGLE:
             for t in range(1, num_intervals):
-                allowed |= interval_allows(query, key, rule, t, rules, documents, num_intervals, seq_q, seq_k, DOCUMENTS)
+                allowed |= interval_allows(
+                    query, key, rule, t, rules, documents, num_intervals, seq_q, seq_k, DOCUMENTS
+                )
         if GATHERED:
             allowed = (allowed | (entry < split)) & (entry < stop)
     base = sample.to(tl.int64) * seq_k
@@ -127,8 +129,10 @@ def load_rows(x, row, stride, allowed, D: tl.constexpr, PADDED_D: tl.constexpr):
     column = tl.arange(0, PADDED_D)
     at = x + row.to(tl.int64)[:, None] * stride + column[None, :]
     if PADDED_D == D:
-        return tl.load(at, mask=allowed[:, None], other=0.0)
-    return tl.load(at, mask=allowed[:, None] & (column < D)[None, :], other=0.0)
+        value = tl.load(at, mask=allowed[:, None], other=0.0)
+    else:
+        value = tl.load(at, mask=allowed[:, None] & (column < D)[None, :], other=0.0)
+    return value
 
 
 @triton.jit
@@ -149,5 +153,7 @@ def load_tile(
     """A tile of tokens of one head: by the copy engine (`x` is a descriptor of [batch, seq, heads · D]) or by address
     (`x` is a pointer, `base` the place of the sample and head)."""
     if TMA:
-        return x.load([sample, begin, head * D]).reshape(TILE, PADDED_D)
-    return load_rows(x + base, token, stride, token < seq, D, PADDED_D)
+        tile = x.load([sample, begin, head * D]).reshape(TILE, PADDED_D)
+    else:
+        tile = load_rows(x + base, token, stride, token < seq, D, PADDED_D)
+    return tile

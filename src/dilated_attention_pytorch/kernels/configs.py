@@ -24,11 +24,16 @@ class Configs(NamedTuple):
     dkv: Config
 
 
-# By padded head dimension (the next of these is taken), for 16-bit numbers. Measured on an H200.
+# The warp-specialised kernels, by head dimension: keys a tile, how many query tiles and key tiles are in flight;
+HOPPER_FORWARD = {64: (128, 2, 3), 128: (128, 2, 2)}
+# rows of a streamed tile, and how many are in flight.
+HOPPER_BACKWARD = {64: (128, 2), 128: (64, 3)}
+
+# The plain ones, by padded head dimension (the next of these is taken), for 16-bit numbers. Measured on an H200.
 HOPPER = {
-    32: Configs(Config(128, 64, 4, 3), Config(64, 64, 4, 3), Config(64, 64, 4, 3)),
-    64: Configs(Config(128, 64, 8, 3), Config(64, 64, 4, 2), Config(128, 64, 4, 2)),
-    128: Configs(Config(128, 64, 4, 3), Config(128, 128, 8, 2), Config(64, 64, 4, 2)),
+    32: Configs(Config(128, 64, 4, 2), Config(64, 64, 4, 2), Config(64, 64, 4, 2)),
+    64: Configs(Config(128, 64, 4, 2), Config(64, 64, 4, 2), Config(64, 64, 4, 2)),
+    128: Configs(Config(128, 64, 4, 2), Config(64, 64, 4, 2), Config(64, 64, 4, 2)),
     256: Configs(Config(128, 64, 8, 2), Config(64, 64, 8, 2), Config(64, 64, 8, 2)),
 }
 # An A100's shared memory holds as many stages of smaller tiles; not measured, compile-checked.

@@ -53,15 +53,14 @@ def forward_kernel(
 
     GATHERED: tl.constexpr = TILE_K > BLOCK_K
     for MASKED in tl.static_range(2):
-        HIDES: tl.constexpr = MASKED or PADDING or DOCUMENT_IDS
         first = masked_from if MASKED else start
-        for i in range(0, num_masked if MASKED else num_full):
+        for i in range(num_masked if MASKED else num_full):
             entry, begin, key = tile_at(indices, first, i, stop, BLOCK_K, TILE_K)
             keys = load_tile(k, k_base, sample, key_head, begin, key, k_s, seq_k, D, PADDED_D, TILE_K, TMA)
             scores = tl.dot(queries, keys.T, input_precision=PRECISION)
             if FLIP:
                 scores = -scores
-            if HIDES:
+            if MASKED or PADDING or DOCUMENT_IDS:
                 seen = pairs_allowed(
                     query[:, None], key[None, :], entry[None, :] if GATHERED else entry, split, stop, sample,
                     rule_ids, rules, documents, padding, document_ids, num_intervals, seq_q, seq_k,
@@ -69,7 +68,9 @@ def forward_kernel(
                 )  # fmt: skip
                 scores = tl.where(seen, scores, float("-inf"))
             new_top = tl.maximum(top, tl.max(scores, 1) * scale)
-            base = tl.where(new_top == float("-inf"), 0.0, new_top) if HIDES else new_top
+            base = new_top
+            if MASKED or PADDING or DOCUMENT_IDS:  # a row may have seen nothing so far
+                base = tl.where(new_top == float("-inf"), 0.0, new_top)
             weights = tl.exp2(scores * scale - base[:, None])
             shrink = tl.exp2(top - base)
             total = total * shrink + tl.sum(weights, 1)

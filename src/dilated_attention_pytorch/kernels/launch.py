@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from functools import lru_cache
 from typing import Any
@@ -12,14 +13,17 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..layout import BlockLayout
-from .backward import delta_kernel, dkv_kernel, dq_kernel
-from .configs import Config, Configs, configs
+from .backward import dkv_kernel, dq_kernel, rows_kernel
+from .configs import HOPPER_BACKWARD, HOPPER_FORWARD, Config, Configs, configs
 from .forward import forward_kernel
 
 INTERPRETED = triton.knobs.runtime.interpret
-DELTA_TILE = 64
-# By head dimension: keys a tile, and how many query tiles and key tiles are in flight.
-HOPPER_TILES = {64: (128, 2, 2), 128: (128, 2, 2)}
+try:
+    from . import hopper_backward, hopper_forward
+except ImportError:  # Gluon is Triton's experiment: where it lacks what we use, the plain kernels run
+    HAVE_GLUON = False
+else:
+    HAVE_GLUON = not INTERPRETED
 
 
 class Call:
@@ -77,7 +81,7 @@ class Call:
         q, k, v = self.q, self.k, self.v
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         lse = torch.empty(self.batch, self.heads, self.seq_q, dtype=torch.float32, device=q.device)
-        if self._on_hopper((q, k, v, out)):
+        if self._on_hopper(self.layout.block_q, self.layout.block_k, q, k, v, out):
             self._hopper_forward(out, lse)
             return out, lse
         config = self.configs.forward
@@ -86,59 +90,91 @@ class Call:
         forward_kernel[grid](
             q, keys, values, out, lse, *self._by_query(), *self.masks, *_strides(q, k, v),
             *self.sizes, self.layout.num_q_blocks, *self.list_sizes, self.log2_scale, *self.dropout,
-            **self.flags, **owned, TILE_K=config.tile_k, TMA=tma, **_effort(config),
+            **self.flags, **owned, TILE_K=config.tile_k, TMA=tma, **_effort(config, owned["TILE_Q"] * owned["PACK"]),
         )  # fmt: skip
         return out, lse
 
     def backward(self, do: Tensor, dlse: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v, do, layout = self.q, self.k, self.v, rows(do), self.layout
-        delta = torch.empty_like(lse)
-        delta_kernel[(triton.cdiv(self.seq_q, DELTA_TILE) * self.batch * self.heads,)](
-            out, do, dlse.contiguous(), lse, delta, *do.stride()[:3], self.heads, self.seq_q,
-            D=self.head_dim, PADDED_D=self.padded, TILE=DELTA_TILE,
+        padded_q, tile = layout.num_q_blocks * layout.block_q, min(64, layout.block_q)
+        of_rows = torch.empty(2, self.batch, self.heads, padded_q, dtype=torch.float32, device=q.device)
+        rows_kernel[(padded_q // tile * self.batch * self.heads,)](
+            out, do, dlse.contiguous(), lse, of_rows[0], of_rows[1], *do.stride()[:3], self.heads, self.seq_q, padded_q,
+            D=self.head_dim, PADDED_D=self.padded, TILE=tile,
         )  # fmt: skip
         dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-        scales = self.log2_scale, self.scale, *self.dropout
+        if self._on_hopper(layout.block_k, layout.block_q, q, k, v, do):
+            self._hopper_backward(do, of_rows, dq, dk, dv, of_keys=True)
+        else:
+            self._plain_dkv(do, of_rows, dk, dv)
+        if self._on_hopper(layout.block_q, layout.block_k, q, k, v, do):
+            self._hopper_backward(do, of_rows, dq, dk, dv, of_keys=False)
+        else:
+            self._plain_dq(do, of_rows, dq)
+        return dq, dk, dv
 
-        config = self.configs.dkv
+    def _plain_dkv(self, do: Tensor, of_rows: Tensor, dk: Tensor, dv: Tensor) -> None:
+        q, k, v, layout, config = self.q, self.k, self.v, self.layout, self.configs.dkv
         tile_k = min(config.tile_k, layout.block_k)
         tma, (queries, grads) = self._walked(config.tile_q, layout.block_q, q, do)
         dkv_kernel[(layout.num_k_blocks * (layout.block_k // tile_k) * self.batch * self.heads_kv,)](
-            queries, k, v, grads, lse, delta, dk, dv, *layout.by_key.tensors(), layout.key_work, *self.masks, *_strides(q, k, v, do),
-            *self.sizes, layout.num_k_blocks, *self.list_sizes, *scales,
-            **self.flags, TILE_Q=config.tile_q, TILE_K=tile_k, PACK=1, TMA=tma, **_effort(config),
+            queries, k, v, grads, of_rows[0], of_rows[1], dk, dv, *layout.by_key.tensors(), layout.key_work,
+            *self.masks, *_strides(q, k, v, do),
+            *self.sizes, layout.num_k_blocks, *self.list_sizes, self.log2_scale, self.scale, *self.dropout,
+            **self.flags, TILE_Q=config.tile_q, TILE_K=tile_k, PACK=1, TMA=tma, **_effort(config, tile_k),
         )  # fmt: skip
 
-        config = self.configs.dq
+    def _plain_dq(self, do: Tensor, of_rows: Tensor, dq: Tensor) -> None:
+        q, k, v, layout, config = self.q, self.k, self.v, self.layout, self.configs.dq
         grid, owned = self._by_queries(config)
         tma, (keys, values) = self._walked(config.tile_k, layout.block_k, k, v)
         dq_kernel[grid](
-            q, keys, values, do, lse, delta, dq, *self._by_query(), *self.masks, *_strides(q, k, v, do),
-            *self.sizes, layout.num_q_blocks, *self.list_sizes, *scales,
-            **self.flags, **owned, TILE_K=config.tile_k, TMA=tma, **_effort(config),
+            q, keys, values, do, of_rows[0], of_rows[1], dq, *self._by_query(), *self.masks, *_strides(q, k, v, do),
+            *self.sizes, layout.num_q_blocks, *self.list_sizes, self.log2_scale, self.scale, *self.dropout,
+            **self.flags, **owned, TILE_K=config.tile_k, TMA=tma, **_effort(config, owned["TILE_Q"] * owned["PACK"]),
         )  # fmt: skip
-        return dq, dk, dv
 
-    def _on_hopper(self, tensors: tuple[Tensor, ...]) -> bool:
+    def _on_hopper(self, own_block: int, block: int, *tensors: Tensor) -> bool:
         """Whether the warp-specialised kernels can take the call."""
-        layout = self.layout
-        fits = self.head_dim in HOPPER_TILES and layout.block_q % 128 == 0 and layout.block_k % 64 == 0
+        fits = self.head_dim in HOPPER_FORWARD and own_block % 128 == 0 and block % 64 == 0
         return self.hopper and fits and all(map(_can_be_described, tensors))
 
     def _hopper_forward(self, out: Tensor, lse: Tensor) -> None:
-        from . import hopper
-
         layout = self.layout
-        tile_k, q_ring, kv_ring = HOPPER_TILES[self.head_dim]
+        tile_k, q_ring, kv_ring = HOPPER_FORWARD[self.head_dim]
         tile_k = min(tile_k, layout.block_k)
         total = layout.num_q_blocks * (layout.block_q // 128) * self.batch * self.heads
-        flags = {name: value for name, value in self.flags.items() if name not in ("PADDED_D", "PRECISION")}
-        hopper.forward_kernel[(min(total, _num_processors(self.q.device)),)](
-            hopper.describe(self.q, 64), hopper.describe(self.k, tile_k), hopper.describe(self.v, tile_k),
-            hopper.describe(out, 64), lse, *self._by_query(), *self.masks,
+        tensors = ((self.q, 64), (self.k, tile_k), (self.v, tile_k), (out, 64))
+        hopper_forward.forward_kernel[(min(total, _num_processors(self.q.device)),)](
+            *itertools.starmap(hopper_forward.describe, tensors), lse, *self._by_query(), *self.masks,
             *self.sizes, layout.num_q_blocks, *self.list_sizes, total, self.log2_scale, *self.dropout,
-            **flags, TILE_K=tile_k, Q_RING=q_ring, KV_RING=kv_ring, REGISTERS=240, num_warps=4, maxnreg=168,
+            **self._hopper_flags(), TILE_K=tile_k, Q_RING=q_ring, KV_RING=kv_ring, num_warps=4, maxnreg=168,
         )  # fmt: skip
+
+    def _hopper_backward(
+        self, do: Tensor, of_rows: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, *, of_keys: bool
+    ) -> None:
+        layout = self.layout
+        stream, ring = HOPPER_BACKWARD[self.head_dim]
+        stream = min(stream, layout.block_q if of_keys else layout.block_k)
+        if of_keys:
+            lists, work, num_blocks = layout.by_key, layout.key_work, layout.num_k_blocks
+            total = num_blocks * (layout.block_k // 128) * self.batch * self.heads_kv
+        else:
+            lists, work, num_blocks = layout.by_query, layout.query_work, layout.num_q_blocks
+            total = num_blocks * (layout.block_q // 128) * self.batch * self.heads
+        of_q, of_k = (stream, 64) if of_keys else (64, stream)
+        tensors = ((self.q, of_q), (self.k, of_k), (self.v, of_k), (do, of_q))
+        hopper_backward.backward_kernel[(min(total, _num_processors(self.q.device)),)](
+            *itertools.starmap(hopper_forward.describe, tensors), hopper_forward.describe_rows(of_rows, stream),
+            of_rows[0], of_rows[1], dq, dk, dv, *lists.tensors(), work, *self.masks,
+            self.batch, *self.sizes, num_blocks, *self.list_sizes, total, self.log2_scale, self.scale, *self.dropout,
+            **self._hopper_flags(), STREAM=stream, RING=ring, OWN_LISTS=self.own_lists, OF_KEYS=of_keys,
+            num_warps=4, maxnreg=168,
+        )  # fmt: skip
+
+    def _hopper_flags(self) -> dict[str, Any]:
+        return {name: value for name, value in self.flags.items() if name not in ("PADDED_D", "PRECISION")}
 
     def _by_query(self) -> list[Tensor]:
         return [*self.layout.by_query.tensors()[2:], self.layout.query_work]
@@ -182,16 +218,22 @@ def _strides(*tensors: Tensor) -> tuple[int, ...]:
     return tuple(stride for x in tensors for stride in x.stride()[:3])
 
 
-def _effort(config: Config) -> dict[str, int]:
-    return {"num_warps": config.num_warps, "num_stages": config.num_stages}
+def _effort(config: Config, rows: int) -> dict[str, int]:
+    """Warps and stages: a tile of few rows has no work for many warps."""
+    return {"num_warps": min(config.num_warps, rows // 16), "num_stages": config.num_stages}
 
 
 @lru_cache
 def _device(device: torch.device, padded: int, itemsize: int) -> tuple[bool, bool, Configs]:
     """Whether the device has a copy engine, whether it runs the Hopper kernels, and its tiles."""
-    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
-    hopper = device.type == "cuda" and capability == (9, 0) and itemsize == 2 and not INTERPRETED
+    capability = _capability(device)
+    hopper = capability == (9, 0) and itemsize == 2 and HAVE_GLUON
     return capability >= (9, 0), hopper, configs(capability, padded, itemsize)
+
+
+def _capability(device: torch.device) -> tuple[int, int]:
+    """The interpreter takes the newest kind: it knows all that a kernel may use."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
 
 
 @lru_cache

@@ -6,7 +6,8 @@ the scores of a block are on the matrix units while the weights of the one befor
 next tile while the tile before is written out.
 
 Barriers: `*_ready` says that a buffer is filled, `*_empty` that both warpgroups have done with it. Their phase is the
-parity of the turn: how often the ring went round, counted over all tiles.
+parity of the turn: how often the ring went round, counted over all tiles. `go` lets the warpgroups hand their products
+to the matrix units in turns, so that one computes weights while the other multiplies.
 """
 
 import torch
@@ -20,7 +21,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .common import kept, list_of, load_work, pairs_allowed
@@ -28,7 +28,7 @@ from .forward import VARYING
 
 DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 ROWS = gl.constexpr(64)  # of a warpgroup
-TILE_Q = gl.constexpr(2 * ROWS.value)
+TILE = gl.constexpr(2 * ROWS.value)
 
 
 def describe(x: Tensor, rows: int) -> TensorDescriptor:
@@ -39,31 +39,44 @@ def describe(x: Tensor, rows: int) -> TensorDescriptor:
     return TensorDescriptor(x, [batch, seq, heads * head_dim], [x.stride(0), x.stride(1), 1], block, layout)
 
 
+def describe_rows(of_rows: Tensor, num: int) -> TensorDescriptor:
+    """`num` numbers of a row of of_rows [2, batch, heads, padded_q], as a matrix of all its rows."""
+    matrix = of_rows.view(-1, of_rows.shape[-1])
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+    return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [1, num], layout)
+
+
 @gluon.jit
-def _tile(t, work, heads, num_blocks, lists_a_sample, heads_a_list, BLOCK_Q: gl.constexpr):
-    """Sample, head, first query and the row of tile `t`."""
-    TILES: gl.constexpr = BLOCK_Q // TILE_Q
+def tile_of(t, work, heads, num_blocks, lists_a_sample, heads_a_list, list_heads, BLOCK: gl.constexpr):
+    """Sample, head, first row, block and list of tile `t`; the list is that of query head `head · list_heads`."""
+    TILES: gl.constexpr = BLOCK // TILE
     num_tiles = num_blocks * TILES
     place, which = t % num_tiles, t // num_tiles
     sample, head = which // heads, which % heads
-    rows_before = list_of(sample, head, lists_a_sample, heads_a_list) * num_blocks
+    rows_before = list_of(sample, head * list_heads, lists_a_sample, heads_a_list) * num_blocks
     block, start, split, stop = load_work(work, rows_before + place // TILES)
-    return sample, head, block * BLOCK_Q + place % TILES * TILE_Q, start, split, stop
+    return sample, head, block * BLOCK + place % TILES * TILE, block, start, split, stop
 
 
 @gluon.jit
 def _fetch(
-    q, k, v, q_buffers, k_buffers, v_buffers,
-    q_ready, q_empty, k_ready, k_empty, v_ready, v_empty,
-    indices, work, heads, group, num_blocks, lists_a_sample, heads_a_list, total,
-    D: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, TILE_K: gl.constexpr,
-    Q_RING: gl.constexpr, KV_RING: gl.constexpr,
+    q, k, v, buffers, barriers, lists, D: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr,
+    TILE_K: gl.constexpr, Q_RING: gl.constexpr, KV_RING: gl.constexpr,
 ):  # fmt: skip
+    q_buffers, k_buffers, v_buffers = buffers
+    q_ready, q_empty, k_ready, k_empty, v_ready, v_empty = barriers
+    indices, work, heads, group, num_blocks, lists_a_sample, heads_a_list, total = lists
     PER: gl.constexpr = BLOCK_K // TILE_K
     step, turn = 0, 0
-    for t in range(gl.program_id(0), total, gl.num_programs(0)):
-        sample, head, query, start, _, stop = _tile(
-            t, work, heads, num_blocks, lists_a_sample, heads_a_list, BLOCK_Q
+    programs = gl.num_programs(0)
+    sample, head, query, _, start, _, stop = tile_of(
+        gl.program_id(0), work, heads, num_blocks, lists_a_sample, heads_a_list, 1, BLOCK_Q
+    )
+    block = gl.load(indices + start, mask=start < stop, other=0)
+    for t in range(gl.program_id(0), total, programs):
+        # Reading lists takes as long as a block of work: the next tile and the next block are asked for in time.
+        next_sample, next_head, next_query, _, next_start, _, next_stop = tile_of(
+            gl.minimum(t + programs, total - 1), work, heads, num_blocks, lists_a_sample, heads_a_list, 1, BLOCK_Q
         )
         place = turn % Q_RING
         mbarrier.wait(q_empty.index(place), (turn // Q_RING & 1) ^ 1)
@@ -71,42 +84,46 @@ def _fetch(
         for half in gl.static_range(2):
             buffer = q_buffers.index(2 * place + half)
             at = [sample, query + half * ROWS, head * D]
-            tma.async_copy_global_to_shared(q, at, q_ready.index(place), _as_block(buffer, q))
+            tma.async_copy_global_to_shared(q, at, q_ready.index(place), as_block(buffer, q))
         turn += 1
         column = head // group * D
-        for i in range(gl.maximum((stop - start) * PER, 1)):
-            block = 0
-            if stop > start:
-                block = gl.load(indices + start + i // PER)
+        num = gl.maximum((stop - start) * PER, 1)
+        for i in range(num):
+            ends = i + 1 == num
+            entry = gl.where(ends, next_start, start + (i + 1) // PER)
+            next_block = gl.load(indices + entry, mask=entry < gl.where(ends, next_stop, stop), other=0)
             at = [sample, block * BLOCK_K + i % PER * TILE_K, column]
             place, phase = step % KV_RING, step // KV_RING & 1
             mbarrier.wait(k_empty.index(place), phase ^ 1)
             mbarrier.expect(k_ready.index(place), k.block_type.nbytes)
-            tma.async_copy_global_to_shared(k, at, k_ready.index(place), _as_block(k_buffers.index(place), k))
+            tma.async_copy_global_to_shared(k, at, k_ready.index(place), as_block(k_buffers.index(place), k))
             mbarrier.wait(v_empty.index(place), phase ^ 1)
             mbarrier.expect(v_ready.index(place), v.block_type.nbytes)
-            tma.async_copy_global_to_shared(v, at, v_ready.index(place), _as_block(v_buffers.index(place), v))
+            tma.async_copy_global_to_shared(v, at, v_ready.index(place), as_block(v_buffers.index(place), v))
             step += 1
+            block = next_block
+        sample, head, query, start, stop = next_sample, next_head, next_query, next_start, next_stop
 
 
 @gluon.jit
-def _as_block(buffer, descriptor):
+def as_block(buffer, descriptor):
     """A buffer [rows, D] in the shape of a descriptor's block, [1, rows, D]."""
     return buffer._reinterpret(descriptor.dtype, descriptor.block_type.shape, descriptor.layout)
 
 
 @gluon.jit
 def _compute(
-    out, lse, q_buffers, k_buffers, v_buffers,
-    q_ready, q_empty, k_ready, k_empty, v_ready, v_empty,
-    indices, rule_ids, work, rules, documents, padding, document_ids, seed,
-    heads, group, seq_q, seq_k, num_blocks, lists_a_sample, heads_a_list, num_intervals, total,
-    scale, threshold, keep_scale, WHO: gl.constexpr,
+    WHO: gl.constexpr, out, lse, buffers, barriers, go, masks, lists, numbers,
     D: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, TILE_K: gl.constexpr,
     Q_RING: gl.constexpr, KV_RING: gl.constexpr, FLIP: gl.constexpr,
     NAMED: gl.constexpr, SINGLE: gl.constexpr, DOCUMENTS: gl.constexpr, PADDING: gl.constexpr,
     DOCUMENT_IDS: gl.constexpr, DROPOUT: gl.constexpr,
 ):  # fmt: skip
+    q_buffers, k_buffers, v_buffers = buffers
+    q_ready, q_empty, k_ready, k_empty, v_ready, v_empty = barriers
+    rule_ids, rules, documents, padding, document_ids, seed = masks
+    indices, work, heads, group, num_blocks, lists_a_sample, heads_a_list, total = lists
+    seq_q, seq_k, num_intervals, scale, threshold, keep_scale = numbers
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_K, 16])
     MIXED: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, MIXED, 2)
@@ -117,10 +134,10 @@ def _compute(
     lane = gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
     key_lane = gl.arange(0, TILE_K, gl.SliceLayout(0, SCORES))
 
-    step, turn = 0, 0
+    step, turn, issued = 0, 0, 0
     programs = gl.num_programs(0)
-    sample, head, query_from, start, split, stop = _tile(
-        gl.program_id(0), work, heads, num_blocks, lists_a_sample, heads_a_list, BLOCK_Q
+    sample, head, query_from, _, start, split, stop = tile_of(
+        gl.program_id(0), work, heads, num_blocks, lists_a_sample, heads_a_list, 1, BLOCK_Q
     )
     mbarrier.wait(q_ready.index(0), 0)
     mbarrier.wait(k_ready.index(0), 0)
@@ -129,8 +146,8 @@ def _compute(
     )
     for t in range(gl.program_id(0), total, programs):
         # What the next tile is: asked for now, read when this one is done.
-        next_sample, next_head, next_query, next_start, next_split, next_stop = _tile(
-            gl.minimum(t + programs, total - 1), work, heads, num_blocks, lists_a_sample, heads_a_list, BLOCK_Q
+        next_sample, next_head, next_query, _, next_start, next_split, next_stop = tile_of(
+            gl.minimum(t + programs, total - 1), work, heads, num_blocks, lists_a_sample, heads_a_list, 1, BLOCK_Q
         )
         q = q_buffers.index(turn % Q_RING * 2 + WHO)
         query = gl.expand_dims(query_from + WHO * ROWS + lane, 1)
@@ -156,6 +173,9 @@ def _compute(
             stays = kept(seed, sample * heads + head, query, key, threshold)
             weights = gl.where(stays, weights * keep_scale, 0.0)
         operand = gl.convert_layout(weights.to(dtype), WEIGHTS)
+        if turn > 0:  # by now the tile before has left its buffer
+            tma.store_wait(0)
+            mbarrier.arrive(q_empty.index((turn - 1) % Q_RING), count=1)
         mixed = gl.zeros([ROWS, D], gl.float32, MIXED)
         for MASKED in gl.static_range(2):
             if MASKED:
@@ -166,11 +186,14 @@ def _compute(
                 here, before = step + i, step + i - 1
                 place, place_before = here % KV_RING, before % KV_RING
                 mbarrier.wait(k_ready.index(place), here // KV_RING & 1)
+                mbarrier.wait(go.index(WHO), (issued & 1) ^ (1 - WHO))
                 of_scores = warpgroup_mma(
                     q, k_buffers.index(place).permute((1, 0)), no_scores, use_acc=False, is_async=True
                 )
                 mbarrier.wait(v_ready.index(place_before), before // KV_RING & 1)
                 of_mixed = warpgroup_mma(operand, v_buffers.index(place_before), mixed, is_async=True)
+                mbarrier.arrive(go.index(1 - WHO), count=1)
+                issued += 1
                 scores = warpgroup_mma_wait(1, deps=[of_scores])
                 mbarrier.arrive(k_empty.index(place), count=1)
                 if FLIP:
@@ -201,6 +224,7 @@ def _compute(
         last = step + num - 1
         step += num
         mbarrier.wait(v_ready.index(last % KV_RING), last // KV_RING & 1)
+        mbarrier.wait(go.index(WHO), (issued & 1) ^ (1 - WHO))
         of_mixed = warpgroup_mma(operand, v_buffers.index(last % KV_RING), mixed, is_async=True)
         next_turn = turn + 1
         if t + programs < total:
@@ -211,6 +235,8 @@ def _compute(
             q_buffers.index(next_turn % Q_RING * 2 + WHO), k_buffers.index(step % KV_RING).permute((1, 0)), no_scores,
             use_acc=False, is_async=True,
         )  # fmt: skip
+        mbarrier.arrive(go.index(1 - WHO), count=1)
+        issued += 1
         mixed = warpgroup_mma_wait(1, deps=[of_mixed])
         mbarrier.arrive(v_empty.index(last % KV_RING), count=1)
 
@@ -219,16 +245,15 @@ def _compute(
         mixed = mixed * gl.expand_dims(gl.convert_layout(inverse, gl.SliceLayout(1, MIXED)), 1)
         q.store(mixed.to(dtype))  # these queries have served; no other warpgroup reads them
         fence_async_shared()
-        tma.async_copy_shared_to_global(out, [sample, query_from + WHO * ROWS, head * D], _as_block(q, out))
+        tma.async_copy_shared_to_global(out, [sample, query_from + WHO * ROWS, head * D], as_block(q, out))
         natural = gl.where(empty, float("-inf"), (top + gl.log2(sums)) * 0.6931471805599453)
         of_row = query_from + WHO * ROWS + lane
         gl.store(lse + (sample.to(gl.int64) * heads + head) * seq_q + of_row, natural, mask=of_row < seq_q)
-        tma.store_wait(0)
-        mbarrier.arrive(q_empty.index(turn % Q_RING), count=1)
         turn = next_turn
         sample, head, query_from = next_sample, next_head, next_query
         start, split, stop = next_start, next_split, next_stop
     warpgroup_mma_wait(0, deps=[pending])
+    tma.store_wait(0)
 
 
 @gluon.jit
@@ -266,7 +291,7 @@ def forward_kernel(
     D: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, TILE_K: gl.constexpr,
     Q_RING: gl.constexpr, KV_RING: gl.constexpr, FLIP: gl.constexpr,
     NAMED: gl.constexpr, SINGLE: gl.constexpr, DOCUMENTS: gl.constexpr, PADDING: gl.constexpr,
-    DOCUMENT_IDS: gl.constexpr, DROPOUT: gl.constexpr, REGISTERS: gl.constexpr,
+    DOCUMENT_IDS: gl.constexpr, DROPOUT: gl.constexpr,
 ):  # fmt: skip
     """`q`, `k`, `v` and `out` are descriptors of [batch, seq, heads · D]; `total` is the number of tiles."""
     ROW_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], q.dtype)
@@ -280,6 +305,9 @@ def forward_kernel(
     k_empty = gl.allocate_shared_memory(gl.int64, [KV_RING, 1], mbarrier.MBarrierLayout())
     v_ready = gl.allocate_shared_memory(gl.int64, [KV_RING, 1], mbarrier.MBarrierLayout())
     v_empty = gl.allocate_shared_memory(gl.int64, [KV_RING, 1], mbarrier.MBarrierLayout())
+    go = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(go.index(0), count=1)
+    mbarrier.init(go.index(1), count=1)
     for i in gl.static_range(Q_RING):
         mbarrier.init(q_ready.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=2)
@@ -288,24 +316,19 @@ def forward_kernel(
         mbarrier.init(k_empty.index(i), count=2)
         mbarrier.init(v_ready.index(i), count=1)
         mbarrier.init(v_empty.index(i), count=2)
+    buffers = (q_buffers, k_buffers, v_buffers)
+    barriers = (q_ready, q_empty, k_ready, k_empty, v_ready, v_empty)
+    masks = (rule_ids, rules, documents, padding, document_ids, seed)
+    lists = (indices, work, heads, group, num_blocks, lists_a_sample, heads_a_list, total)
+    numbers = (seq_q, seq_k, num_intervals, scale, threshold, keep_scale)
     gl.warp_specialize([
         (_compute, (
-            out, lse, q_buffers, k_buffers, v_buffers, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty,
-            indices, rule_ids, work, rules, documents, padding, document_ids, seed,
-            heads, group, seq_q, seq_k, num_blocks, lists_a_sample, heads_a_list, num_intervals, total,
-            scale, threshold, keep_scale, 0, D, BLOCK_Q, BLOCK_K, TILE_K, Q_RING, KV_RING, FLIP,
-            NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS, DROPOUT,
+            0, out, lse, buffers, barriers, go, masks, lists, numbers, D, BLOCK_Q, BLOCK_K, TILE_K, Q_RING, KV_RING,
+            FLIP, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS, DROPOUT,
         )),
         (_compute, (
-            out, lse, q_buffers, k_buffers, v_buffers, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty,
-            indices, rule_ids, work, rules, documents, padding, document_ids, seed,
-            heads, group, seq_q, seq_k, num_blocks, lists_a_sample, heads_a_list, num_intervals, total,
-            scale, threshold, keep_scale, 1, D, BLOCK_Q, BLOCK_K, TILE_K, Q_RING, KV_RING, FLIP,
-            NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS, DROPOUT,
+            1, out, lse, buffers, barriers, go, masks, lists, numbers, D, BLOCK_Q, BLOCK_K, TILE_K, Q_RING, KV_RING,
+            FLIP, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS, DROPOUT,
         )),
-        (_fetch, (
-            q, k, v, q_buffers, k_buffers, v_buffers, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty,
-            indices, work, heads, group, num_blocks, lists_a_sample, heads_a_list, total,
-            D, BLOCK_Q, BLOCK_K, TILE_K, Q_RING, KV_RING,
-        )),
-    ], [4, 1], [REGISTERS, 24])  # fmt: skip
+        (_fetch, (q, k, v, buffers, barriers, lists, D, BLOCK_Q, BLOCK_K, TILE_K, Q_RING, KV_RING)),
+    ], [4, 1], [240, 24])  # fmt: skip

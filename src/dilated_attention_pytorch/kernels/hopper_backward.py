@@ -1,0 +1,317 @@
+"""The backward kernels for Hopper, warp-specialised in Gluon: the twins of those in `backward.py`.
+
+As in `hopper_forward`, a program keeps its multiprocessor, one warp fetches and two warpgroups compute. Each warpgroup
+owns 64 of a tile's 128 rows (keys for dk and dv, queries for dq), which stay in shared memory while the other side goes
+by in tiles of `STREAM` rows; two tensors each: (k, v) and (q, dout), or the other way round.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+
+from .common import kept, list_of, pairs_allowed
+from .forward import VARYING
+from .hopper_forward import ROWS, as_block, tile_of
+
+
+@gluon.jit
+def _row_of(sample, head, block, start, split, stop, offsets, splits, num_blocks, lists_a_sample, heads_a_list,
+            OWN_LISTS: gl.constexpr):  # fmt: skip
+    """Where the list of a query head starts, turns partial and stops: its key head's, unless heads have their own."""
+    if OWN_LISTS:
+        row = list_of(sample, head, lists_a_sample, heads_a_list) * num_blocks + block
+        start, split, stop = gl.load(offsets + row), gl.load(splits + row), gl.load(offsets + row + 1)
+    return start, split, stop
+
+
+@gluon.jit
+def _fetch(
+    own_a, own_b, stream_a, stream_b, of_rows, buffers, barriers, lists,
+    D: gl.constexpr, OWN_BLOCK: gl.constexpr, BLOCK: gl.constexpr, STREAM: gl.constexpr, RING: gl.constexpr,
+    OWN_LISTS: gl.constexpr, OF_KEYS: gl.constexpr,
+):  # fmt: skip
+    own_buffers_a, own_buffers_b, stream_buffers_a, stream_buffers_b, lse_buffers, delta_buffers = buffers
+    own_ready, own_empty, ready, empty = barriers
+    offsets, splits, indices, work, batch, heads, group, num_blocks, lists_a_sample, heads_a_list, total = lists
+    tile_heads = heads // group if OF_KEYS else heads
+    PER: gl.constexpr = BLOCK // STREAM
+    step, turn = 0, 0
+    for t in range(gl.program_id(0), total, gl.num_programs(0)):
+        # A tile of keys is walked by every query head of its key head, a tile of queries by its key head alone.
+        first_list_head = group if OF_KEYS else 1
+        sample, head, own, block, start, split, stop = tile_of(
+            t, work, tile_heads, num_blocks, lists_a_sample, heads_a_list, first_list_head, OWN_BLOCK
+        )
+        mbarrier.wait(own_empty, (turn & 1) ^ 1)
+        mbarrier.expect(own_ready, 4 * own_a.block_type.nbytes)
+        for half in gl.static_range(2):
+            at = [sample, own + half * ROWS, head * D]
+            tma.async_copy_global_to_shared(own_a, at, own_ready, as_block(own_buffers_a.index(half), own_a))
+            tma.async_copy_global_to_shared(own_b, at, own_ready, as_block(own_buffers_b.index(half), own_b))
+        turn += 1
+        for member in range(group if OF_KEYS else 1):
+            other = head * group + member if OF_KEYS else head // group
+            begin, _, end = _row_of(
+                sample, other, block, start, split, stop, offsets, splits, num_blocks, lists_a_sample, heads_a_list,
+                OWN_LISTS,
+            )  # fmt: skip
+            for i in range((end - begin) * PER):
+                first = gl.load(indices + begin + i // PER) * BLOCK + i % PER * STREAM
+                at = [sample, first, other * D]
+                place = step % RING
+                bar = ready.index(place)
+                mbarrier.wait(empty.index(place), (step // RING & 1) ^ 1)
+                if OF_KEYS:
+                    mbarrier.expect(bar, 2 * stream_a.block_type.nbytes + 2 * of_rows.block_type.nbytes)
+                    row = sample * heads + other
+                    tma.async_copy_global_to_shared(of_rows, [row, first], bar, lse_buffers.index(place))
+                    row += batch * heads
+                    tma.async_copy_global_to_shared(of_rows, [row, first], bar, delta_buffers.index(place))
+                else:
+                    mbarrier.expect(bar, 2 * stream_a.block_type.nbytes)
+                tma.async_copy_global_to_shared(stream_a, at, bar, as_block(stream_buffers_a.index(place), stream_a))
+                tma.async_copy_global_to_shared(stream_b, at, bar, as_block(stream_buffers_b.index(place), stream_b))
+                step += 1
+
+
+@gluon.jit
+def as_row(buffer):
+    """A buffer [1, n] as [n]."""
+    return buffer._reinterpret(buffer.dtype, [buffer.shape[1]], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+
+
+@gluon.jit
+def _store(x, value, sample, token, head, seq, heads, lane, column, D: gl.constexpr):
+    """Rows of one head of a contiguous [batch, seq, heads, D]."""
+    row = token + lane
+    at = ((sample.to(gl.int64) * seq + row) * heads + head) * D
+    at = gl.expand_dims(at, 1) + gl.expand_dims(column, 0)
+    gl.store(x + at, value.to(x.dtype.element_ty), mask=gl.expand_dims(row < seq, 1))
+
+
+@gluon.jit
+def _compute_dkv(
+    WHO: gl.constexpr, dk, dv, buffers, barriers, masks, lists, numbers,
+    D: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, STREAM: gl.constexpr, RING: gl.constexpr,
+    FLIP: gl.constexpr, NAMED: gl.constexpr, SINGLE: gl.constexpr, DOCUMENTS: gl.constexpr, PADDING: gl.constexpr,
+    DOCUMENT_IDS: gl.constexpr, DROPOUT: gl.constexpr, OWN_LISTS: gl.constexpr,
+):  # fmt: skip
+    k_buffers, v_buffers, q_buffers, g_buffers, lse_buffers, delta_buffers = buffers
+    own_ready, own_empty, ready, empty = barriers
+    rule_ids, rules, documents, padding, document_ids, seed = masks
+    offsets, splits, indices, work, batch, heads, group, num_blocks, lists_a_sample, heads_a_list, total = lists
+    seq_q, seq_k, num_intervals, scale, scale_out, threshold, keep_scale = numbers
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STREAM, 16])  # keys × queries
+    GRADS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, GRADS, 2)
+    PER: gl.constexpr = BLOCK_Q // STREAM
+    dtype: gl.constexpr = k_buffers.dtype
+    heads_kv = heads // group
+    key_lane = gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
+    query_lane = gl.arange(0, STREAM, gl.SliceLayout(0, SCORES))
+    nothing = gl.zeros([ROWS, STREAM], gl.float32, SCORES)
+    k, v = k_buffers.index(WHO), v_buffers.index(WHO)
+    step, turn = 0, 0
+    for t in range(gl.program_id(0), total, gl.num_programs(0)):
+        sample, key_head, own, block, start, split, stop = tile_of(
+            t, work, heads_kv, num_blocks, lists_a_sample, heads_a_list, group, BLOCK_K
+        )
+        key = gl.expand_dims(own + WHO * ROWS + key_lane, 1)
+        dkeys = gl.zeros([ROWS, D], gl.float32, GRADS)
+        dvalues = gl.zeros([ROWS, D], gl.float32, GRADS)
+        mbarrier.wait(own_ready, turn & 1)
+        for member in range(group):
+            head = key_head * group + member
+            begin, turns_partial, end = _row_of(
+                sample, head, block, start, split, stop, offsets, splits, num_blocks, lists_a_sample, heads_a_list,
+                OWN_LISTS,
+            )  # fmt: skip
+            num_full, num = (turns_partial - begin) * PER, (end - begin) * PER
+            for MASKED in gl.static_range(2):
+                if MASKED:
+                    low, high = num_full, num
+                else:
+                    low, high = 0, num_full
+                for i in range(low, high):
+                    place = step % RING
+                    mbarrier.wait(ready.index(place), step // RING & 1)
+                    q, grad = q_buffers.index(place), g_buffers.index(place)
+                    of_scores = warpgroup_mma(k, q.permute((1, 0)), nothing, use_acc=False, is_async=True)
+                    of_dweights = warpgroup_mma(v, grad.permute((1, 0)), nothing, use_acc=False, is_async=True)
+                    scores = warpgroup_mma_wait(1, deps=[of_scores])
+                    if FLIP:
+                        scores = -scores
+                    row_lse = as_row(lse_buffers.index(place)).load(gl.SliceLayout(0, SCORES))
+                    weights = gl.exp2(scores * scale - gl.expand_dims(row_lse, 0))
+                    if MASKED or PADDING or DOCUMENT_IDS or DROPOUT:
+                        first_query = gl.load(indices + begin + i // PER) * BLOCK_Q + i % PER * STREAM
+                        query = gl.expand_dims(first_query + query_lane, 0)
+                    if MASKED or PADDING or DOCUMENT_IDS:
+                        seen = pairs_allowed(
+                            query, key, begin + i // PER, turns_partial, end, sample,
+                            rule_ids, rules, documents, padding, document_ids, num_intervals, seq_q, seq_k,
+                            MASKED, False, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS,
+                        )  # fmt: skip
+                        weights = gl.where(seen, weights, 0.0)
+                    dropped = weights
+                    if DROPOUT:
+                        stays = kept(seed, sample * heads + head, query, key, threshold)
+                        dropped = gl.where(stays, weights * keep_scale, 0.0)
+                    operand = gl.convert_layout(dropped.to(dtype), OPERAND)
+                    row_delta = as_row(delta_buffers.index(place)).load(gl.SliceLayout(0, SCORES))
+                    dweights = warpgroup_mma_wait(0, deps=[of_dweights])
+                    of_dvalues = warpgroup_mma(operand, grad, dvalues, is_async=True)
+                    if DROPOUT:
+                        dweights = gl.where(stays, dweights * keep_scale, 0.0)
+                    dscores = weights * (dweights - gl.expand_dims(row_delta, 0))
+                    of_dkeys = warpgroup_mma(gl.convert_layout(dscores.to(dtype), OPERAND), q, dkeys, is_async=True)
+                    dvalues, dkeys = warpgroup_mma_wait(0, deps=[of_dvalues, of_dkeys])
+                    mbarrier.arrive(empty.index(place), count=1)
+                    step += 1
+        mbarrier.arrive(own_empty, count=1)
+        turn += 1
+        lane = gl.arange(0, ROWS, gl.SliceLayout(1, GRADS))
+        column = gl.arange(0, D, gl.SliceLayout(0, GRADS))
+        token = own + WHO * ROWS
+        _store(dk, dkeys * scale_out, sample, token, key_head, seq_k, heads_kv, lane, column, D)
+        _store(dv, dvalues, sample, token, key_head, seq_k, heads_kv, lane, column, D)
+
+
+@gluon.jit
+def _compute_dq(
+    WHO: gl.constexpr, dq, lse, delta, buffers, barriers, masks, lists, numbers,
+    D: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, STREAM: gl.constexpr, RING: gl.constexpr,
+    FLIP: gl.constexpr, NAMED: gl.constexpr, SINGLE: gl.constexpr, DOCUMENTS: gl.constexpr, PADDING: gl.constexpr,
+    DOCUMENT_IDS: gl.constexpr, DROPOUT: gl.constexpr,
+):  # fmt: skip
+    q_buffers, g_buffers, k_buffers, v_buffers, lse_buffers, delta_buffers = buffers
+    own_ready, own_empty, ready, empty = barriers
+    rule_ids, rules, documents, padding, document_ids, seed = masks
+    offsets, splits, indices, work, batch, heads, group, num_blocks, lists_a_sample, heads_a_list, total = lists
+    seq_q, seq_k, num_intervals, scale, scale_out, threshold, keep_scale = numbers
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STREAM, 16])  # queries × keys
+    GRADS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, GRADS, 2)
+    PER: gl.constexpr = BLOCK_K // STREAM
+    dtype: gl.constexpr = q_buffers.dtype
+    query_lane = gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
+    key_lane = gl.arange(0, STREAM, gl.SliceLayout(0, SCORES))
+    nothing = gl.zeros([ROWS, STREAM], gl.float32, SCORES)
+    q, grad = q_buffers.index(WHO), g_buffers.index(WHO)
+    step, turn = 0, 0
+    for t in range(gl.program_id(0), total, gl.num_programs(0)):
+        sample, head, own, _, start, split, stop = tile_of(
+            t, work, heads, num_blocks, lists_a_sample, heads_a_list, 1, BLOCK_Q
+        )
+        row = own + WHO * ROWS + query_lane
+        query = gl.expand_dims(row, 1)
+        of_row = (sample.to(gl.int64) * heads + head) * (num_blocks * BLOCK_Q) + row
+        row_lse, row_delta = gl.load(lse + of_row), gl.load(delta + of_row)
+        dqueries = gl.zeros([ROWS, D], gl.float32, GRADS)
+        num_full, num = (split - start) * PER, (stop - start) * PER
+        mbarrier.wait(own_ready, turn & 1)
+        for MASKED in gl.static_range(2):
+            if MASKED:
+                low, high = num_full, num
+            else:
+                low, high = 0, num_full
+            for i in range(low, high):
+                place = step % RING
+                mbarrier.wait(ready.index(place), step // RING & 1)
+                k, v = k_buffers.index(place), v_buffers.index(place)
+                of_scores = warpgroup_mma(q, k.permute((1, 0)), nothing, use_acc=False, is_async=True)
+                of_dweights = warpgroup_mma(grad, v.permute((1, 0)), nothing, use_acc=False, is_async=True)
+                scores = warpgroup_mma_wait(1, deps=[of_scores])
+                if FLIP:
+                    scores = -scores
+                weights = gl.exp2(scores * scale - gl.expand_dims(row_lse, 1))
+                if MASKED or PADDING or DOCUMENT_IDS or DROPOUT:
+                    first_key = gl.load(indices + start + i // PER) * BLOCK_K + i % PER * STREAM
+                    key = gl.expand_dims(first_key + key_lane, 0)
+                if MASKED or PADDING or DOCUMENT_IDS:
+                    seen = pairs_allowed(
+                        query, key, start + i // PER, split, stop, sample,
+                        rule_ids, rules, documents, padding, document_ids, num_intervals, seq_q, seq_k,
+                        MASKED, False, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS,
+                    )  # fmt: skip
+                    weights = gl.where(seen, weights, 0.0)
+                dweights = warpgroup_mma_wait(0, deps=[of_dweights])
+                if DROPOUT:
+                    stays = kept(seed, sample * heads + head, query, key, threshold)
+                    dweights = gl.where(stays, dweights * keep_scale, 0.0)
+                dscores = weights * (dweights - gl.expand_dims(row_delta, 1))
+                of_dqueries = warpgroup_mma(gl.convert_layout(dscores.to(dtype), OPERAND), k, dqueries, is_async=True)
+                dqueries = warpgroup_mma_wait(0, deps=[of_dqueries])
+                mbarrier.arrive(empty.index(place), count=1)
+                step += 1
+        mbarrier.arrive(own_empty, count=1)
+        turn += 1
+        lane = gl.arange(0, ROWS, gl.SliceLayout(1, GRADS))
+        column = gl.arange(0, D, gl.SliceLayout(0, GRADS))
+        _store(dq, dqueries * scale_out, sample, own + WHO * ROWS, head, seq_q, heads, lane, column, D)
+
+
+@gluon.jit(do_not_specialize=[*VARYING, "total", "batch"])
+def backward_kernel(
+    q, k, v, grad, of_rows, lse, delta, dq, dk, dv,
+    offsets, splits, indices, rule_ids, work, rules, documents, padding, document_ids, seed,
+    batch, heads, group, seq_q, seq_k, num_blocks, lists_a_sample, heads_a_list, num_intervals, total,
+    scale, scale_out, threshold, keep_scale,
+    D: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, STREAM: gl.constexpr, RING: gl.constexpr,
+    FLIP: gl.constexpr, NAMED: gl.constexpr, SINGLE: gl.constexpr, DOCUMENTS: gl.constexpr, PADDING: gl.constexpr,
+    DOCUMENT_IDS: gl.constexpr, DROPOUT: gl.constexpr, OWN_LISTS: gl.constexpr, OF_KEYS: gl.constexpr,
+):  # fmt: skip
+    """dk and dv (OF_KEYS; the lists are those by key) or dq.
+
+    `q`, `k`, `v` and `grad` are descriptors, and `of_rows` one of `lse` and `delta` together.
+    """
+    OWN_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], q.dtype)
+    STREAM_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([STREAM, D], q.dtype)
+    own_buffers_a = gl.allocate_shared_memory(q.dtype, [2, ROWS, D], OWN_LAYOUT)
+    own_buffers_b = gl.allocate_shared_memory(q.dtype, [2, ROWS, D], OWN_LAYOUT)
+    stream_buffers_a = gl.allocate_shared_memory(q.dtype, [RING, STREAM, D], STREAM_LAYOUT)
+    stream_buffers_b = gl.allocate_shared_memory(q.dtype, [RING, STREAM, D], STREAM_LAYOUT)
+    lse_buffers = gl.allocate_shared_memory(gl.float32, [RING, 1, STREAM], of_rows.layout)
+    delta_buffers = gl.allocate_shared_memory(gl.float32, [RING, 1, STREAM], of_rows.layout)
+    own_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    own_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    ready = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(own_ready, count=1)
+    mbarrier.init(own_empty, count=2)
+    for i in gl.static_range(RING):
+        mbarrier.init(ready.index(i), count=1)
+        mbarrier.init(empty.index(i), count=2)
+    buffers = (own_buffers_a, own_buffers_b, stream_buffers_a, stream_buffers_b, lse_buffers, delta_buffers)
+    barriers = (own_ready, own_empty, ready, empty)
+    masks = (rule_ids, rules, documents, padding, document_ids, seed)
+    lists = (offsets, splits, indices, work, batch, heads, group, num_blocks, lists_a_sample, heads_a_list, total)
+    numbers = (seq_q, seq_k, num_intervals, scale, scale_out, threshold, keep_scale)
+    if OF_KEYS:
+        gl.warp_specialize([
+            (_compute_dkv, (
+                0, dk, dv, buffers, barriers, masks, lists, numbers, D, BLOCK_Q, BLOCK_K, STREAM, RING,
+                FLIP, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS, DROPOUT, OWN_LISTS,
+            )),
+            (_compute_dkv, (
+                1, dk, dv, buffers, barriers, masks, lists, numbers, D, BLOCK_Q, BLOCK_K, STREAM, RING,
+                FLIP, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS, DROPOUT, OWN_LISTS,
+            )),
+            (_fetch, (
+                k, v, q, grad, of_rows, buffers, barriers, lists, D, BLOCK_K, BLOCK_Q, STREAM, RING, OWN_LISTS, True,
+            )),
+        ], [4, 1], [240, 24])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (_compute_dq, (
+                0, dq, lse, delta, buffers, barriers, masks, lists, numbers, D, BLOCK_Q, BLOCK_K, STREAM, RING,
+                FLIP, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS, DROPOUT,
+            )),
+            (_compute_dq, (
+                1, dq, lse, delta, buffers, barriers, masks, lists, numbers, D, BLOCK_Q, BLOCK_K, STREAM, RING,
+                FLIP, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS, DROPOUT,
+            )),
+            (_fetch, (
+                q, grad, k, v, of_rows, buffers, barriers, lists, D, BLOCK_Q, BLOCK_K, STREAM, RING, False, False,
+            )),
+        ], [4, 1], [240, 24])  # fmt: skip
