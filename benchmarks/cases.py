@@ -268,7 +268,7 @@ def _seen(layout: BlockLayout, row: int) -> tuple[Tensor, Tensor]:
     rules = lists.rule_ids[start:stop] if lists.rule_ids.numel() else torch.zeros_like(blocks)
     allowed = layout.token_mask(torch.full_like(blocks, row), blocks, rules)
     allowed[: split - start] = True
-    keys = (blocks[:, None] * layout.block_k + torch.arange(layout.block_k)).flatten()
+    keys = (blocks[:, None] * layout.block_k + torch.arange(layout.block_k, device=blocks.device)).flatten()
     return keys, allowed.transpose(0, 1).flatten(1)
 
 

@@ -1,9 +1,14 @@
 """Fixtures for every test."""
 
+import os
 from importlib.util import find_spec
 
 import pytest
 import torch
+
+# Without a GPU the kernels run in Triton's interpreter; it must be asked for before they are imported.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # The suite runs a process a core; more threads would only wait for each other.
 torch.set_num_threads(1)
@@ -17,7 +22,7 @@ if HAVE_HYPOTHESIS:
     settings.register_profile("suite", deadline=None, derandomize=True, suppress_health_check=slow)
     settings.load_profile("suite")
 else:
-    collect_ignore_glob = ["patterns/*", "layout/*", "backends/*", "ops/*", "nn/*", "test_*"]
+    collect_ignore_glob = ["patterns/*", "layout/*", "backends/*", "kernels/*", "ops/*", "nn/*", "test_*"]
 
 
 def pytest_report_header():

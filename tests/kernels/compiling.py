@@ -1,5 +1,10 @@
-"""Compile what a call would launch, for a GPU that need not be there."""
+"""Compile what a call would launch, for a GPU that need not be there.
 
+python -m tests.kernels.compiling 8.6   # every kernel of some calls, for that compute capability, a line each
+"""
+
+import json
+import sys
 from contextlib import contextmanager
 from unittest.mock import patch
 
@@ -11,6 +16,9 @@ from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonTensorDescriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from dilated_attention_pytorch import BlockLayout, Documents, Full, GlobalTokens, PerHead, SlidingWindow
+from dilated_attention_pytorch.backends import triton as backend
+from dilated_attention_pytorch.backends.base import Extras
 from dilated_attention_pytorch.kernels import hopper_backward, hopper_forward, launch
 
 OPTIONS = ("num_warps", "num_stages", "maxnreg")
@@ -85,3 +93,38 @@ def compile_for(capability, kernel, args, kwargs):
     source = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
     number = capability[0] * 10 + capability[1]
     return triton.compile(source(kernel, signature, constants, attrs), GPUTarget("cuda", number, 32), options=options)
+
+
+CALLS = {
+    "plain": {"head_dim": 64, "dtype": torch.float16},
+    "large heads": {"head_dim": 256, "dtype": torch.bfloat16},
+    "odd heads, small blocks": {"head_dim": 80, "dtype": torch.bfloat16, "block": 32},
+    "single precision": {"head_dim": 128, "dtype": torch.float32, "block": 64},
+    "everything": {"head_dim": 128, "dtype": torch.bfloat16, "everything": True},
+}
+
+
+def launches_of(capability, *, head_dim, dtype, block=128, everything=False):
+    """What forward and backward of a call launch."""
+    seq, heads, heads_kv = 512, 4, 2
+    pattern = SlidingWindow(100, 0)
+    extras = Extras(head_dim**-0.5)
+    if everything:
+        pattern = PerHead((SlidingWindow(9, 9) | GlobalTokens(3), Full(), Full(), Full())) & Documents((100, 412))
+        padding, ids = torch.zeros(1, seq, dtype=torch.bool), torch.zeros(1, seq, dtype=torch.int64)
+        extras = Extras(-1.0, padding, ids, 0.1, torch.tensor(3))
+    layout = BlockLayout.from_pattern(pattern, seq, block_size=block)
+    q, do = (torch.empty(1, seq, heads, head_dim, dtype=dtype) for _ in range(2))
+    k, v = (torch.empty(1, seq, heads_kv, head_dim, dtype=dtype) for _ in range(2))
+    with recorded(capability) as launches:
+        out, lse = backend.forward(q, k, v, layout, extras)
+        backend.backward(do, torch.zeros_like(lse), q, k, v, out, lse, layout, extras)
+    return launches
+
+
+if __name__ == "__main__":
+    capability = tuple(map(int, sys.argv[1].split(".")))
+    for name, call in CALLS.items():
+        for kernel, args, kwargs in launches_of(capability, **call):
+            compiled = compile_for(capability, kernel, args, kwargs)
+            print(json.dumps({"call": name, "kernel": kernel.__name__, "shared": compiled.metadata.shared}), flush=True)

@@ -78,7 +78,7 @@ BAD = {
     "dropout a tensor": (call(options={"dropout_p": torch.tensor(0.1)}), TypeError, "dropout_p must be a number, got Tensor"),
     "is_causal a mask": (call(options={"is_causal": "yes"}), TypeError, "is_causal must be True or False, got 'yes'"),
     "return_lse an int": (call(options={"return_lse": 1}), TypeError, "return_lse must be True or False, got 1"),
-    "unknown backend": (call(options={"backend": "cuda"}), ValueError, r"backend must be one of \['auto', 'sdpa', 'blockwise', 'reference'\], got 'cuda'"),
+    "unknown backend": (call(options={"backend": "cuda"}), ValueError, r"backend must be one of \['auto', 'sdpa', 'triton', 'blockwise', 'reference'\], got 'cuda'"),
     "unknown keyword": (call(options={"attn_mask": None}), TypeError, "attn_mask"),
     "padding of another shape": (call(options={"key_padding_mask": torch.zeros(2, 31, dtype=torch.bool)}), ValueError, r"key_padding_mask must have shape \(batch, seq_k\) = \[2, 32\], got \[2, 31\]"),
     "padding of floats": (call(options={"key_padding_mask": torch.zeros(2, 32)}), TypeError, "key_padding_mask must be bool, True where a key is padding, got torch.float32"),

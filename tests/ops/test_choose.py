@@ -29,7 +29,7 @@ def test_choice_and_reason(name):
     explanation = explain(*tensors, pattern, **options)
     assert explanation.chosen == chosen
     assert reason in explanation.reasons["sdpa"]
-    assert set(explanation.reasons) == {"sdpa", "blockwise", "reference"}
+    assert set(explanation.reasons) == {"sdpa", "triton", "blockwise", "reference"}
     assert f"→ {chosen}" in str(explanation)
     assert str(explanation).count("→") == 1
 

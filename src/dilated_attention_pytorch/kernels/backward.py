@@ -1,24 +1,22 @@
 """The backward kernels: dq by rows of the layout, dk and dv by its columns. No sums in free order: bits repeat.
 
-The weights are computed again from the scores and lse, here in units of log2 and for whole blocks (`rows_kernel`). With
-delta = Σ out · dout − dlse, a row's score gradients are weights · (dout · value − delta).
+The weights are computed again from the scores and lse. `rows_kernel` makes lse, in the units of the scores, and delta
+for whole blocks; with delta = Σ out · dout − dlse, a row's score gradients are weights · (dout · value − delta).
 """
 
 import triton
 import triton.language as tl
 
 from .common import count_tiles, kept, list_of, load_rows, load_tile, load_work, pairs_allowed, store_rows, tile_at
-from .forward import VARYING
-
-LOG2E = tl.constexpr(1.4426950408889634)
+from .forward import LOG2E, VARYING, weights_of
 
 
 @triton.jit(do_not_specialize=["heads", "seq_q", "padded_q"])
 def rows_kernel(
-    out, grad, dlse, lse, log2_lse, delta, g_b, g_s, g_h, heads, seq_q, padded_q,
-    D: tl.constexpr, PADDED_D: tl.constexpr, TILE: tl.constexpr,
+    out, grad, dlse, lse, row_lse, delta, g_b, g_s, g_h, heads, seq_q, padded_q,
+    D: tl.constexpr, PADDED_D: tl.constexpr, TILE: tl.constexpr, NATURAL: tl.constexpr,
 ):  # fmt: skip
-    """What the other kernels need of each row, for a tile of queries of one head: lse in units of log2, and delta.
+    """What the other kernels need of each row, for a tile of queries of one head: lse in their units, and delta.
 
     Rows without keys, and those that fill up the last block, get +inf, so that no weight comes of them, and 0.
     """
@@ -34,7 +32,7 @@ def rows_kernel(
     natural = tl.load(lse + at, mask=real, other=float("-inf"))
     empty = natural == float("-inf")
     at = (sample * heads + head) * padded_q + query
-    tl.store(log2_lse + at, tl.where(empty, float("inf"), natural * LOG2E))
+    tl.store(row_lse + at, tl.where(empty, float("inf"), natural if NATURAL else natural * LOG2E))
     tl.store(delta + at, tl.where(empty, 0.0, value))
 
 
@@ -49,6 +47,7 @@ def dq_kernel(
     TILE_Q: tl.constexpr, TILE_K: tl.constexpr, PACK: tl.constexpr, TMA: tl.constexpr, FLIP: tl.constexpr,
     NAMED: tl.constexpr, SINGLE: tl.constexpr, DOCUMENTS: tl.constexpr, PADDING: tl.constexpr,
     DOCUMENT_IDS: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    NATURAL: tl.constexpr,
 ):  # fmt: skip
     """dq of one tile: the walk of the forward kernel."""
     TILES: tl.constexpr = BLOCK_Q // TILE_Q
@@ -84,7 +83,7 @@ def dq_kernel(
             scores = tl.dot(queries, keys.T, input_precision=PRECISION)
             if FLIP:
                 scores = -scores
-            weights = tl.exp2(scores * scale - row_lse[:, None])
+            weights = weights_of(scores * scale - row_lse[:, None], NATURAL)
             if MASKED or PADDING or DOCUMENT_IDS:
                 seen = pairs_allowed(
                     query[:, None], key[None, :], entry[None, :] if GATHERED else entry, split, stop, sample,
@@ -114,6 +113,7 @@ def dkv_kernel(
     TILE_Q: tl.constexpr, TILE_K: tl.constexpr, PACK: tl.constexpr, TMA: tl.constexpr, FLIP: tl.constexpr,
     NAMED: tl.constexpr, SINGLE: tl.constexpr, DOCUMENTS: tl.constexpr, PADDING: tl.constexpr,
     DOCUMENT_IDS: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    NATURAL: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of one tile of keys: it walks the query blocks that see it, for each query head of its key head.
 
@@ -155,7 +155,7 @@ def dkv_kernel(
                 scores = tl.dot(keys, queries.T, input_precision=PRECISION)
                 if FLIP:
                     scores = -scores
-                weights = tl.exp2(scores * scale - row_lse[None, :])
+                weights = weights_of(scores * scale - row_lse[None, :], NATURAL)
                 if MASKED or PADDING or DOCUMENT_IDS:
                     seen = pairs_allowed(
                         query[None, :], key[:, None], entry[None, :] if GATHERED else entry, split, stop, sample,

@@ -36,6 +36,8 @@ HOPPER = {
     128: Configs(Config(128, 64, 4, 2), Config(64, 64, 4, 2), Config(64, 64, 4, 2)),
     256: Configs(Config(128, 64, 8, 2), Config(64, 64, 8, 2), Config(64, 64, 8, 2)),
 }
+# Blackwell's matrix units take more of their operands from shared memory; not measured, compile-checked.
+BLACKWELL = {**HOPPER, 256: Configs(Config(64, 64, 4, 2), Config(64, 64, 4, 1), Config(64, 64, 4, 1))}
 # An A100's shared memory holds as many stages of smaller tiles; not measured, compile-checked.
 AMPERE = {
     32: Configs(Config(128, 64, 4, 3), Config(64, 64, 4, 3), Config(64, 64, 4, 3)),
@@ -62,8 +64,8 @@ SINGLE_PRECISION = {
 def configs(capability: tuple[int, int], padded_head_dim: int, itemsize: int) -> Configs:
     if itemsize > 2:
         table = SINGLE_PRECISION
-    elif capability >= (9, 0) and capability < (12, 0):
-        table = HOPPER
-    else:
+    elif capability[0] in (9, 10):
+        table = HOPPER if capability[0] == 9 else BLACKWELL
+    else:  # consumer Blackwell has as little shared memory as Ada
         table = AMPERE if capability == (8, 0) else ADA
     return table[max(32, padded_head_dim)]

@@ -11,6 +11,15 @@ VARYING = (
 )  # fmt: skip
 
 
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def weights_of(exponent, NATURAL: tl.constexpr):
+    """exp, or exp2 where the exponent is in units of log2 already."""
+    return tl.exp2(exponent * LOG2E if NATURAL else exponent)
+
+
 @triton.jit(do_not_specialize=VARYING)
 def forward_kernel(
     q, k, v, out, lse,
@@ -22,10 +31,12 @@ def forward_kernel(
     TILE_Q: tl.constexpr, TILE_K: tl.constexpr, PACK: tl.constexpr, TMA: tl.constexpr, FLIP: tl.constexpr,
     NAMED: tl.constexpr, SINGLE: tl.constexpr, DOCUMENTS: tl.constexpr, PADDING: tl.constexpr,
     DOCUMENT_IDS: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    NATURAL: tl.constexpr,
 ):  # fmt: skip
     """out and lse of one tile: `TILE_Q` queries of `PACK` heads that share a list and a key head.
 
-    The scores are kept in units of log2: `scale` has the factor log2(e), and its sign is in FLIP.
+    Scores are in units of log2, which saves a product a score (`scale` has the factor log2(e)), or NATURAL in single
+    precision, where its rounding would show. The sign of the scale is in FLIP.
     """
     TILES: tl.constexpr = BLOCK_Q // TILE_Q
     pid = tl.program_id(0)
@@ -71,8 +82,8 @@ def forward_kernel(
             base = new_top
             if MASKED or PADDING or DOCUMENT_IDS:  # a row may have seen nothing so far
                 base = tl.where(new_top == float("-inf"), 0.0, new_top)
-            weights = tl.exp2(scores * scale - base[:, None])
-            shrink = tl.exp2(top - base)
+            weights = weights_of(scores * scale - base[:, None], NATURAL)
+            shrink = weights_of(top - base, NATURAL)
             total = total * shrink + tl.sum(weights, 1)
             if DROPOUT:
                 stays = kept(seed, sample * heads + query_head[:, None], query[:, None], key[None, :], threshold)
@@ -85,5 +96,6 @@ def forward_kernel(
     mixed = mixed / tl.where(empty, 1.0, total)[:, None]
     at = ((sample_64 * seq_q + query) * heads + query_head) * D
     store_rows(out, at, 1, real, mixed, D, PADDED_D)
-    natural = tl.where(empty, float("-inf"), (top + tl.log2(total)) * 0.6931471805599453)
+    natural = top + tl.log(total) if NATURAL else (top + tl.log2(total)) / LOG2E
+    natural = tl.where(empty, float("-inf"), natural)
     tl.store(lse + (sample_64 * heads + query_head) * seq_q + query, natural, mask=real)

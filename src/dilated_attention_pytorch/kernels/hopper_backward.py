@@ -7,11 +7,11 @@ by in tiles of `STREAM` rows; two tensors each: (k, v) and (q, dout), or the oth
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from .common import kept, list_of, pairs_allowed
 from .forward import VARYING
-from .hopper_forward import ROWS, as_block, tile_of
+from .hopper_forward import BYTES, RENAMED, ROWS, TILE, as_block, load_block, tile_of
 
 
 @gluon.jit
@@ -43,11 +43,11 @@ def _fetch(
             t, work, tile_heads, num_blocks, lists_a_sample, heads_a_list, first_list_head, OWN_BLOCK
         )
         mbarrier.wait(own_empty, (turn & 1) ^ 1)
-        mbarrier.expect(own_ready, 4 * own_a.block_type.nbytes)
+        mbarrier.expect(own_ready, 2 * TILE * D * BYTES)
         for half in gl.static_range(2):
             at = [sample, own + half * ROWS, head * D]
-            tma.async_copy_global_to_shared(own_a, at, own_ready, as_block(own_buffers_a.index(half), own_a))
-            tma.async_copy_global_to_shared(own_b, at, own_ready, as_block(own_buffers_b.index(half), own_b))
+            load_block(own_a, at, own_ready, as_block(own_buffers_a.index(half), own_a))
+            load_block(own_b, at, own_ready, as_block(own_buffers_b.index(half), own_b))
         turn += 1
         for member in range(group if OF_KEYS else 1):
             other = head * group + member if OF_KEYS else head // group
@@ -62,22 +62,27 @@ def _fetch(
                 bar = ready.index(place)
                 mbarrier.wait(empty.index(place), (step // RING & 1) ^ 1)
                 if OF_KEYS:
-                    mbarrier.expect(bar, 2 * stream_a.block_type.nbytes + 2 * of_rows.block_type.nbytes)
+                    mbarrier.expect(bar, 2 * STREAM * D * BYTES + 2 * STREAM * 4)
                     row = sample * heads + other
-                    tma.async_copy_global_to_shared(of_rows, [row, first], bar, lse_buffers.index(place))
+                    load_block(of_rows, [row, first], bar, lse_buffers.index(place))
                     row += batch * heads
-                    tma.async_copy_global_to_shared(of_rows, [row, first], bar, delta_buffers.index(place))
+                    load_block(of_rows, [row, first], bar, delta_buffers.index(place))
                 else:
-                    mbarrier.expect(bar, 2 * stream_a.block_type.nbytes)
-                tma.async_copy_global_to_shared(stream_a, at, bar, as_block(stream_buffers_a.index(place), stream_a))
-                tma.async_copy_global_to_shared(stream_b, at, bar, as_block(stream_buffers_b.index(place), stream_b))
+                    mbarrier.expect(bar, 2 * STREAM * D * BYTES)
+                load_block(stream_a, at, bar, as_block(stream_buffers_a.index(place), stream_a))
+                load_block(stream_b, at, bar, as_block(stream_buffers_b.index(place), stream_b))
                 step += 1
 
 
 @gluon.jit
 def as_row(buffer):
     """A buffer [1, n] as [n]."""
-    return buffer._reinterpret(buffer.dtype, [buffer.shape[1]], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    if RENAMED:
+        row = buffer.reinterpret(buffer.dtype, [buffer.shape[1]], layout)
+    else:
+        row = buffer._reinterpret(buffer.dtype, [buffer.shape[1]], layout)
+    return row
 
 
 @gluon.jit

@@ -27,6 +27,11 @@ from .common import kept, list_of, load_work, pairs_allowed
 from .forward import VARYING
 
 DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
+# Names that Triton 3.9 changed.
+RENAMED = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
+load_block = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+store_block = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+BYTES = gl.constexpr(2)  # of a number
 ROWS = gl.constexpr(64)  # of a warpgroup
 TILE = gl.constexpr(2 * ROWS.value)
 
@@ -44,6 +49,16 @@ def describe_rows(of_rows: Tensor, num: int) -> TensorDescriptor:
     matrix = of_rows.view(-1, of_rows.shape[-1])
     layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
     return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [1, num], layout)
+
+
+@gluon.jit
+def as_block(buffer, descriptor):
+    """A buffer [rows, D] in the shape of a descriptor's block, [1, rows, D]."""
+    if RENAMED:
+        block = buffer.reinterpret(descriptor.dtype, descriptor.block_type.shape, descriptor.layout)
+    else:
+        block = buffer._reinterpret(descriptor.dtype, descriptor.block_type.shape, descriptor.layout)
+    return block
 
 
 @gluon.jit
@@ -80,11 +95,11 @@ def _fetch(
         )
         place = turn % Q_RING
         mbarrier.wait(q_empty.index(place), (turn // Q_RING & 1) ^ 1)
-        mbarrier.expect(q_ready.index(place), 2 * q.block_type.nbytes)
+        mbarrier.expect(q_ready.index(place), TILE * D * BYTES)
         for half in gl.static_range(2):
             buffer = q_buffers.index(2 * place + half)
             at = [sample, query + half * ROWS, head * D]
-            tma.async_copy_global_to_shared(q, at, q_ready.index(place), as_block(buffer, q))
+            load_block(q, at, q_ready.index(place), as_block(buffer, q))
         turn += 1
         column = head // group * D
         num = gl.maximum((stop - start) * PER, 1)
@@ -95,20 +110,14 @@ def _fetch(
             at = [sample, block * BLOCK_K + i % PER * TILE_K, column]
             place, phase = step % KV_RING, step // KV_RING & 1
             mbarrier.wait(k_empty.index(place), phase ^ 1)
-            mbarrier.expect(k_ready.index(place), k.block_type.nbytes)
-            tma.async_copy_global_to_shared(k, at, k_ready.index(place), as_block(k_buffers.index(place), k))
+            mbarrier.expect(k_ready.index(place), TILE_K * D * BYTES)
+            load_block(k, at, k_ready.index(place), as_block(k_buffers.index(place), k))
             mbarrier.wait(v_empty.index(place), phase ^ 1)
-            mbarrier.expect(v_ready.index(place), v.block_type.nbytes)
-            tma.async_copy_global_to_shared(v, at, v_ready.index(place), as_block(v_buffers.index(place), v))
+            mbarrier.expect(v_ready.index(place), TILE_K * D * BYTES)
+            load_block(v, at, v_ready.index(place), as_block(v_buffers.index(place), v))
             step += 1
             block = next_block
         sample, head, query, start, stop = next_sample, next_head, next_query, next_start, next_stop
-
-
-@gluon.jit
-def as_block(buffer, descriptor):
-    """A buffer [rows, D] in the shape of a descriptor's block, [1, rows, D]."""
-    return buffer._reinterpret(descriptor.dtype, descriptor.block_type.shape, descriptor.layout)
 
 
 @gluon.jit
@@ -245,7 +254,7 @@ def _compute(
         mixed = mixed * gl.expand_dims(gl.convert_layout(inverse, gl.SliceLayout(1, MIXED)), 1)
         q.store(mixed.to(dtype))  # these queries have served; no other warpgroup reads them
         fence_async_shared()
-        tma.async_copy_shared_to_global(out, [sample, query_from + WHO * ROWS, head * D], as_block(q, out))
+        store_block(out, [sample, query_from + WHO * ROWS, head * D], as_block(q, out))
         natural = gl.where(empty, float("-inf"), (top + gl.log2(sums)) * 0.6931471805599453)
         of_row = query_from + WHO * ROWS + lane
         gl.store(lse + (sample.to(gl.int64) * heads + head) * seq_q + of_row, natural, mask=of_row < seq_q)

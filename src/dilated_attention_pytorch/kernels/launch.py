@@ -59,8 +59,9 @@ class Call:
         )
         self.sizes = (self.heads, self.group, layout.seq_q, layout.seq_k)
         self.list_sizes = (lists if (layout.batch_size or 1) > 1 else 0, self.heads // lists, layout.rules.shape[1])
-        # Scores are in units of log2. A scale of 0 would make NaN of −inf; this small one leaves them 0 all the same.
-        self.log2_scale = max(abs(scale) * math.log2(math.e), 1e-30)
+        natural = q.dtype == torch.float32  # else scores are in units of log2
+        # A scale of 0 would make NaN of −inf; this small one leaves the scores 0 all the same.
+        self.units = max(abs(scale) * (1.0 if natural else math.log2(math.e)), 1e-30)
         self.dropout = round(dropout_p * 2**32), 1.0 / (1.0 - dropout_p)
         self.flags: dict[str, Any] = {
             "D": self.head_dim,
@@ -74,6 +75,7 @@ class Call:
             "PADDING": key_padding_mask is not None,
             "DOCUMENT_IDS": document_ids is not None,
             "DROPOUT": seed is not None,
+            "NATURAL": natural,
             "PRECISION": "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32",
         }
 
@@ -89,7 +91,7 @@ class Call:
         tma, (keys, values) = self._walked(config.tile_k, self.layout.block_k, k, v)
         forward_kernel[grid](
             q, keys, values, out, lse, *self._by_query(), *self.masks, *_strides(q, k, v),
-            *self.sizes, self.layout.num_q_blocks, *self.list_sizes, self.log2_scale, *self.dropout,
+            *self.sizes, self.layout.num_q_blocks, *self.list_sizes, self.units, *self.dropout,
             **self.flags, **owned, TILE_K=config.tile_k, TMA=tma, **_effort(config, owned["TILE_Q"] * owned["PACK"]),
         )  # fmt: skip
         return out, lse
@@ -100,7 +102,7 @@ class Call:
         of_rows = torch.empty(2, self.batch, self.heads, padded_q, dtype=torch.float32, device=q.device)
         rows_kernel[(padded_q // tile * self.batch * self.heads,)](
             out, do, dlse.contiguous(), lse, of_rows[0], of_rows[1], *do.stride()[:3], self.heads, self.seq_q, padded_q,
-            D=self.head_dim, PADDED_D=self.padded, TILE=tile,
+            D=self.head_dim, PADDED_D=self.padded, TILE=tile, NATURAL=self.flags["NATURAL"],
         )  # fmt: skip
         dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
         if self._on_hopper(layout.block_k, layout.block_q, q, k, v, do):
@@ -120,7 +122,7 @@ class Call:
         dkv_kernel[(layout.num_k_blocks * (layout.block_k // tile_k) * self.batch * self.heads_kv,)](
             queries, k, v, grads, of_rows[0], of_rows[1], dk, dv, *layout.by_key.tensors(), layout.key_work,
             *self.masks, *_strides(q, k, v, do),
-            *self.sizes, layout.num_k_blocks, *self.list_sizes, self.log2_scale, self.scale, *self.dropout,
+            *self.sizes, layout.num_k_blocks, *self.list_sizes, self.units, self.scale, *self.dropout,
             **self.flags, TILE_Q=config.tile_q, TILE_K=tile_k, PACK=1, TMA=tma, **_effort(config, tile_k),
         )  # fmt: skip
 
@@ -130,7 +132,7 @@ class Call:
         tma, (keys, values) = self._walked(config.tile_k, layout.block_k, k, v)
         dq_kernel[grid](
             q, keys, values, do, of_rows[0], of_rows[1], dq, *self._by_query(), *self.masks, *_strides(q, k, v, do),
-            *self.sizes, layout.num_q_blocks, *self.list_sizes, self.log2_scale, self.scale, *self.dropout,
+            *self.sizes, layout.num_q_blocks, *self.list_sizes, self.units, self.scale, *self.dropout,
             **self.flags, **owned, TILE_K=config.tile_k, TMA=tma, **_effort(config, owned["TILE_Q"] * owned["PACK"]),
         )  # fmt: skip
 
@@ -147,7 +149,7 @@ class Call:
         tensors = ((self.q, 64), (self.k, tile_k), (self.v, tile_k), (out, 64))
         hopper_forward.forward_kernel[(min(total, _num_processors(self.q.device)),)](
             *itertools.starmap(hopper_forward.describe, tensors), lse, *self._by_query(), *self.masks,
-            *self.sizes, layout.num_q_blocks, *self.list_sizes, total, self.log2_scale, *self.dropout,
+            *self.sizes, layout.num_q_blocks, *self.list_sizes, total, self.units, *self.dropout,
             **self._hopper_flags(), TILE_K=tile_k, Q_RING=q_ring, KV_RING=kv_ring, num_warps=4, maxnreg=168,
         )  # fmt: skip
 
@@ -168,13 +170,13 @@ class Call:
         hopper_backward.backward_kernel[(min(total, _num_processors(self.q.device)),)](
             *itertools.starmap(hopper_forward.describe, tensors), hopper_forward.describe_rows(of_rows, stream),
             of_rows[0], of_rows[1], dq, dk, dv, *lists.tensors(), work, *self.masks,
-            self.batch, *self.sizes, num_blocks, *self.list_sizes, total, self.log2_scale, self.scale, *self.dropout,
+            self.batch, *self.sizes, num_blocks, *self.list_sizes, total, self.units, self.scale, *self.dropout,
             **self._hopper_flags(), STREAM=stream, RING=ring, OWN_LISTS=self.own_lists, OF_KEYS=of_keys,
             num_warps=4, maxnreg=168,
         )  # fmt: skip
 
     def _hopper_flags(self) -> dict[str, Any]:
-        return {name: value for name, value in self.flags.items() if name not in ("PADDED_D", "PRECISION")}
+        return {name: value for name, value in self.flags.items() if name not in ("PADDED_D", "PRECISION", "NATURAL")}
 
     def _by_query(self) -> list[Tensor]:
         return [*self.layout.by_query.tensors()[2:], self.layout.query_work]

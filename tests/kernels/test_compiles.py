@@ -1,0 +1,28 @@
+"""Every kernel compiles for every architecture that we name, without the hardware, and fits its shared memory."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton", reason="needs triton, which there is for Linux alone")
+
+KIB = {"8.0": 163, "8.6": 99, "8.9": 99, "9.0": 227, "10.0": 227}  # of shared memory that a block may have
+
+
+@pytest.mark.parametrize("capability", KIB)
+def test_compiles(capability):
+    # A process of its own: in this one the kernels are made for the interpreter.
+    env = {**os.environ, "TRITON_INTERPRET": "0"}
+    command = [sys.executable, "-m", "tests.kernels.compiling", capability]
+    done = subprocess.run(command, capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr[-2000:]
+    kernels = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(kernels) == 5 * 4
+    names = {kernel["kernel"] for kernel in kernels}
+    assert names >= {"forward_kernel", "rows_kernel", "dkv_kernel", "dq_kernel"}
+    assert ("backward_kernel" in names) == (capability == "9.0")  # Hopper's own
+    for kernel in kernels:
+        assert kernel["shared"] <= KIB[capability] * 1024, kernel

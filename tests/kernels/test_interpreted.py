@@ -1,0 +1,110 @@
+"""The plain kernels in Triton's interpreter, small shapes: the same code as on a GPU, every feature, exact.
+
+float32 and float16: the interpreter's bfloat16 is not a GPU's (`tests/gpu` has it). Default tiles gather several of
+these small blocks; small tiles cut them and take the way of the copy engine.
+"""
+
+import warnings
+
+import pytest
+import torch
+from hypothesis import given, settings
+
+from dilated_attention_pytorch import BlockLayout, GlobalTokens, SlidingWindow, block_sparse_attention, explain
+from dilated_attention_pytorch.testing import Case, assert_exact, oracle, results
+from tests.strategies import cases
+
+pytest.importorskip("triton", reason="needs triton, which there is for Linux alone")
+if torch.cuda.is_available():
+    pytest.skip("where there is a GPU, tests/gpu runs the kernels on it", allow_module_level=True)
+
+from dilated_attention_pytorch.kernels import launch
+from dilated_attention_pytorch.kernels.configs import Config, Configs
+
+SMALL = Configs(*[Config(16, 16, 4, 1)] * 3)
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    """Hashes wrap around and hidden scores overflow: numpy, which the interpreter runs on, would warn of both."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        yield
+
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+    ways = set()
+    walked = launch.Call._walked
+
+    def spy(self, *args):
+        found = walked(self, *args)
+        ways.add(found[0])
+        return found
+
+    monkeypatch.setattr(launch, "_device", lambda *args: (True, False, SMALL))
+    monkeypatch.setattr(launch.Call, "_walked", spy)
+    return ways
+
+
+@given(cases(most=60))
+@settings(max_examples=20)
+def test_gathered_blocks(case):
+    assert_exact(case.to(torch.float32), "triton")
+
+
+def test_cut_blocks(small_tiles):
+    @given(cases(most=60))
+    @settings(max_examples=20)
+    def check(case):
+        assert_exact(case.to(torch.float32), "triton")
+
+    check()
+    assert small_tiles == {True, False}  # by the copy engine, and by address
+
+
+@given(cases(most=40))
+@settings(max_examples=8)
+def test_half_precision(case):
+    assert_exact(case.to(torch.float16), "triton")
+
+
+def make_case(head_dim=16, **options):
+    shape = (2, 50, 4, head_dim)
+    q, do = torch.randn(shape), torch.randn(shape)
+    k, v = torch.randn(2, 50, 2, head_dim), torch.randn(2, 50, 2, head_dim)
+    layout = BlockLayout.from_pattern(SlidingWindow(20, 3) | GlobalTokens(2), 50, block_size=16)
+    return Case(q, k, v, layout, do, torch.randn(2, 4, 50), **options)
+
+
+@pytest.mark.parametrize("small", [False, True])
+def test_dropout(small, request):
+    """The draw is the reference's."""
+    if small:
+        request.getfixturevalue("small_tiles")
+    case = make_case(dropout_p=0.4)
+    for got, want in zip(results(case, "triton"), oracle(case), strict=True):
+        assert torch.allclose(got.double(), want, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.2, 0.5])
+@pytest.mark.parametrize("head_dim", [3, 24, 64])
+def test_any_head_dim_and_scale(head_dim, scale):
+    assert_exact(make_case(head_dim, scale=scale), "triton")
+
+
+def test_inputs_as_they_lie():
+    """Strided heads and a last dimension that is not contiguous."""
+    case = make_case()
+    q = case.q.transpose(1, 2).contiguous().transpose(1, 2)
+    k = case.k.transpose(2, 3).contiguous().transpose(2, 3)
+    do = torch.ones(()).expand_as(q)
+    assert_exact(Case(q, k, case.v, case.layout, do, case.dlse), "triton")
+
+
+def test_it_is_chosen_by_name_alone():
+    case = make_case()
+    assert explain(case.q, case.k, case.v, case.layout).chosen == "blockwise"
+    assert explain(case.q, case.k, case.v, case.layout, backend="triton").chosen == "triton"
+    with pytest.raises(ValueError, match=r"no kernel for torch\.float64"):
+        block_sparse_attention(case.q.double(), case.k.double(), case.v.double(), case.layout, backend="triton")
