@@ -1,6 +1,7 @@
 """The Triton kernels on a GPU: every path against the oracle. Most of the time goes into compiling: use `-n`."""
 
 import itertools
+import os
 import random
 
 import pytest
@@ -125,3 +126,107 @@ def test_the_same_bits_every_time():
     first = run()
     for _ in range(1000):  # a race would show sooner or later
         assert all(torch.equal(a, b) for a, b in zip(first, run(), strict=True))
+
+
+def random_pattern(chance, seq):
+    """A union or an intersection of two of what there is."""
+    cut = chance.randrange(1, seq) if seq > 1 else 0
+    atoms = [
+        Full(),
+        SlidingWindow(chance.randrange(seq), chance.randrange(50)),
+        GlobalTokens(chance.randrange(1, 40), queries=chance.random() < 0.5),
+        RandomBlocks(chance.randrange(1, 4), chance.randrange(1000), 128),
+        DilatedBlocks((128, 512), (1, 2), chance.choice([0.1, 0.5]), 128),
+        Documents((cut, seq - cut)) if cut else Full(),
+    ]
+    pattern, other = chance.sample(atoms, 2)
+    return chance.choice([pattern, pattern & other, pattern | other])
+
+
+@pytest.mark.parametrize("part", range(15))
+def test_random_calls(part):
+    """As many as RANDOM_CALLS says: 10,000 before a release. Shapes vary freely, what needs a new kernel does not."""
+    for i in range(int(os.environ.get("RANDOM_CALLS", 150)) // 15):
+        chance = random.Random(part * 100_000 + i)
+        torch.manual_seed(chance.randrange(2**31))
+        head_dim, block, dtype = chance.choice(
+            [(64, 128, torch.bfloat16), (128, 128, torch.float16), (64, 16, torch.float16)]
+        )
+        batch, heads_kv, group = chance.randrange(1, 3), chance.randrange(1, 3), chance.choice([1, 1, 2, 3])
+        seq = chance.randrange(1, 700)
+        seq_q = chance.choice([seq, seq, chance.randrange(1, 700)])
+        layout = BlockLayout.from_pattern(random_pattern(chance, seq), seq_q, seq, block_size=block, device="cuda")
+        q, do = torch.randn(2, batch, seq_q, heads_kv * group, head_dim, device="cuda", dtype=dtype)
+        k, v = torch.randn(2, batch, seq, heads_kv, head_dim, device="cuda", dtype=dtype)
+        padding = torch.rand(batch, seq, device="cuda") < chance.choice([0.1, 1.0]) if chance.random() < 0.2 else None
+        dlse = torch.randn(batch, heads_kv * group, seq_q, device="cuda")
+        case = Case(q, k, v, layout, do, dlse, is_causal=chance.random() < 0.3, key_padding_mask=padding)
+        try:
+            assert_exact(case, "triton")
+        except AssertionError as error:
+            raise AssertionError(f"part {part}, call {i}: {error}") from error
+
+
+def window_case(seq=1024, head_dim=64, block=128):
+    layout = BlockLayout.from_pattern(SlidingWindow(200, 0), seq, block_size=block, device="cuda")
+    return torch.randn(3, 1, seq, 2, head_dim, device="cuda", dtype=torch.bfloat16), layout
+
+
+def test_cuda_graph():
+    (q, k, v), layout = window_case()
+    block_sparse_attention(q, k, v, layout)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = block_sparse_attention(q, k, v, layout)
+    for x in (q, k, v):
+        x.normal_()
+    graph.replay()
+    assert torch.equal(out, block_sparse_attention(q, k, v, layout))
+
+
+@pytest.mark.parametrize("by", ["layout", "pattern"])
+def test_compiled_whole(by):
+    """One graph, the same results, forward and backward."""
+    inputs, layout = window_case()
+    what = layout if by == "layout" else SlidingWindow(200, 0)
+
+    def loss(q, k, v):
+        return block_sparse_attention(q * 2, k, v, what).square().sum()
+
+    def grads(run):
+        leaves = [x.detach().clone().requires_grad_() for x in inputs]
+        return torch.autograd.grad(run(*leaves), leaves)
+
+    for got, want in zip(grads(torch.compile(loss, fullgraph=True)), grads(loss), strict=True):
+        assert torch.allclose(got, want, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("block", [128, 64])
+def test_no_new_kernel_for_a_new_length_or_layout(block):
+    from dilated_attention_pytorch.kernels import backward, forward, hopper_backward, hopper_forward
+
+    def compiled():
+        kernels = (forward.forward_kernel, backward.dq_kernel, backward.dkv_kernel, backward.rows_kernel,
+                   hopper_forward.forward_kernel, hopper_backward.backward_kernel)  # fmt: skip
+        return [len(kernel.device_caches[torch.cuda.current_device()][0]) for kernel in kernels]
+
+    def run(seq, left):
+        layout = BlockLayout.from_pattern(SlidingWindow(left, 0), seq, block_size=block, device="cuda")
+        q, k, v = (torch.randn(1, seq, 2, 64, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(3))
+        block_sparse_attention(q, k, v, layout).sum().backward()
+
+    run(1024, 100)
+    before = compiled()
+    for seq, left in ((1000, 100), (77, 5), (4096, 1000), (1, 1), (2048, 0)):
+        run(seq, left)
+    assert compiled() == before
+
+
+def test_no_wait_for_the_device():
+    (q, k, v), layout = window_case()
+    block_sparse_attention(q.requires_grad_(), k, v, layout).sum().backward()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        block_sparse_attention(q, k, v, layout).sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
