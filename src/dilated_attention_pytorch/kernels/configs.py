@@ -61,6 +61,15 @@ SINGLE_PRECISION = {
 }
 
 
+# The forward of query tiles of fewer than 64 rows: one warp keeps them all, so that nothing goes from warp to warp.
+FEW_ROWS = Config(32, 32, 1, 4)
+
+
+def for_rows(config: Config, rows: int) -> Config:
+    """The same for a tile that owns so many rows: a warp for every 16 of them at most."""
+    return config._replace(num_warps=min(config.num_warps, rows // 16))
+
+
 def configs(capability: tuple[int, int], padded_head_dim: int, itemsize: int) -> Configs:
     if itemsize > 2:
         table = SINGLE_PRECISION

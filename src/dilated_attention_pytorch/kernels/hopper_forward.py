@@ -10,6 +10,8 @@ parity of the turn: how often the ring went round, counted over all tiles. `go` 
 to the matrix units in turns, so that one computes weights while the other multiplies.
 """
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -26,6 +28,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from .common import kept, list_of, load_work, pairs_allowed
 from .forward import VARYING
 
+PLAIN_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 # Names that Triton 3.9 changed.
 RENAMED = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
@@ -39,16 +42,21 @@ TILE = gl.constexpr(2 * ROWS.value)
 def describe(x: Tensor, rows: int) -> TensorDescriptor:
     """For the copy engine: `rows` tokens of one head of x [batch, seq, heads, D]."""
     batch, seq, heads, head_dim = x.shape
-    block = [1, rows, head_dim]
-    layout = gl.NVMMASharedLayout.get_default_for(block, DTYPES[x.dtype])
-    return TensorDescriptor(x, [batch, seq, heads * head_dim], [x.stride(0), x.stride(1), 1], block, layout)
+    strides = [x.stride(0), x.stride(1), 1]
+    return TensorDescriptor(
+        x, [batch, seq, heads * head_dim], strides, [1, rows, head_dim], _layout(rows, head_dim, x.dtype)
+    )
+
+
+@lru_cache
+def _layout(rows: int, head_dim: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for([1, rows, head_dim], DTYPES[dtype])
 
 
 def describe_rows(of_rows: Tensor, num: int) -> TensorDescriptor:
     """`num` numbers of a row of of_rows [2, batch, heads, padded_q], as a matrix of all its rows."""
     matrix = of_rows.view(-1, of_rows.shape[-1])
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-    return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [1, num], layout)
+    return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [1, num], PLAIN_LAYOUT)
 
 
 @gluon.jit

@@ -14,7 +14,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..layout import BlockLayout
 from .backward import dkv_kernel, dq_kernel, rows_kernel
-from .configs import HOPPER_BACKWARD, HOPPER_FORWARD, Config, Configs, configs
+from .configs import FEW_ROWS, HOPPER_BACKWARD, HOPPER_FORWARD, Config, Configs, configs, for_rows
 from .forward import forward_kernel
 
 INTERPRETED = triton.knobs.runtime.interpret
@@ -86,13 +86,14 @@ class Call:
         if self._on_hopper(self.layout.block_q, self.layout.block_k, q, k, v, out):
             self._hopper_forward(out, lse)
             return out, lse
-        config = self.configs.forward
-        grid, owned = self._by_queries(config)
+        grid, owned, config = self._by_queries(self.configs.forward)
+        if owned["TILE_Q"] * owned["PACK"] < 64 and q.dtype.itemsize == 2:
+            config = FEW_ROWS
         tma, (keys, values) = self._walked(config.tile_k, self.layout.block_k, k, v)
         forward_kernel[grid](
             q, keys, values, out, lse, *self._by_query(), *self.masks, *_strides(q, k, v),
             *self.sizes, self.layout.num_q_blocks, *self.list_sizes, self.units, *self.dropout,
-            **self.flags, **owned, TILE_K=config.tile_k, TMA=tma, **_effort(config, owned["TILE_Q"] * owned["PACK"]),
+            **self.flags, **owned, TILE_K=config.tile_k, TMA=tma, **_effort(config),
         )  # fmt: skip
         return out, lse
 
@@ -116,24 +117,25 @@ class Call:
         return dq, dk, dv
 
     def _plain_dkv(self, do: Tensor, of_rows: Tensor, dk: Tensor, dv: Tensor) -> None:
-        q, k, v, layout, config = self.q, self.k, self.v, self.layout, self.configs.dkv
-        tile_k = min(config.tile_k, layout.block_k)
+        q, k, v, layout = self.q, self.k, self.v, self.layout
+        tile_k = min(self.configs.dkv.tile_k, layout.block_k)
+        config = for_rows(self.configs.dkv, tile_k)
         tma, (queries, grads) = self._walked(config.tile_q, layout.block_q, q, do)
         dkv_kernel[(layout.num_k_blocks * (layout.block_k // tile_k) * self.batch * self.heads_kv,)](
             queries, k, v, grads, of_rows[0], of_rows[1], dk, dv, *layout.by_key.tensors(), layout.key_work,
             *self.masks, *_strides(q, k, v, do),
             *self.sizes, layout.num_k_blocks, *self.list_sizes, self.units, self.scale, *self.dropout,
-            **self.flags, TILE_Q=config.tile_q, TILE_K=tile_k, PACK=1, TMA=tma, **_effort(config, tile_k),
+            **self.flags, TILE_Q=config.tile_q, TILE_K=tile_k, PACK=1, TMA=tma, **_effort(config),
         )  # fmt: skip
 
     def _plain_dq(self, do: Tensor, of_rows: Tensor, dq: Tensor) -> None:
-        q, k, v, layout, config = self.q, self.k, self.v, self.layout, self.configs.dq
-        grid, owned = self._by_queries(config)
+        q, k, v, layout = self.q, self.k, self.v, self.layout
+        grid, owned, config = self._by_queries(self.configs.dq)
         tma, (keys, values) = self._walked(config.tile_k, layout.block_k, k, v)
         dq_kernel[grid](
             q, keys, values, do, of_rows[0], of_rows[1], dq, *self._by_query(), *self.masks, *_strides(q, k, v, do),
             *self.sizes, layout.num_q_blocks, *self.list_sizes, self.units, self.scale, *self.dropout,
-            **self.flags, **owned, TILE_K=config.tile_k, TMA=tma, **_effort(config, owned["TILE_Q"] * owned["PACK"]),
+            **self.flags, **owned, TILE_K=config.tile_k, TMA=tma, **_effort(config),
         )  # fmt: skip
 
     def _on_hopper(self, own_block: int, block: int, *tensors: Tensor) -> bool:
@@ -181,13 +183,14 @@ class Call:
     def _by_query(self) -> list[Tensor]:
         return [*self.layout.by_query.tensors()[2:], self.layout.query_work]
 
-    def _by_queries(self, config: Config) -> tuple[tuple[int], dict[str, int]]:
+    def _by_queries(self, config: Config) -> tuple[tuple[int], dict[str, int], Config]:
         """The grid of a kernel whose programs own queries, and what each owns: small blocks take heads together."""
         tile = min(config.tile_q, self.layout.block_q)
         even = self.group & -self.group
         pack = 1 if self.own_lists else min(even, config.tile_q // tile)
         tiles = self.layout.num_q_blocks * (self.layout.block_q // tile)
-        return (tiles * self.batch * (self.heads // pack),), {"TILE_Q": tile, "PACK": pack}
+        grid = (tiles * self.batch * (self.heads // pack),)
+        return grid, {"TILE_Q": tile, "PACK": pack}, for_rows(config, tile * pack)
 
     def _walked(self, tile: int, block: int, *tensors: Tensor) -> tuple[bool, list[Any]]:
         """Tensors that a program walks in tiles: descriptors for the copy engine where all of them allow it."""
@@ -220,9 +223,8 @@ def _strides(*tensors: Tensor) -> tuple[int, ...]:
     return tuple(stride for x in tensors for stride in x.stride()[:3])
 
 
-def _effort(config: Config, rows: int) -> dict[str, int]:
-    """Warps and stages: a tile of few rows has no work for many warps."""
-    return {"num_warps": min(config.num_warps, rows // 16), "num_stages": config.num_stages}
+def _effort(config: Config) -> dict[str, int]:
+    return {"num_warps": config.num_warps, "num_stages": config.num_stages}
 
 
 @lru_cache
