@@ -22,12 +22,14 @@ MAX_HEAD_DIM = 256
 ordered = True
 
 
+INSTALLED = find_spec("triton") is not None
+
+
 def can_run(request: Request) -> tuple[bool, str]:
-    interpreted = request.named and os.environ.get("TRITON_INTERPRET") == "1"
     refusals = {
-        "triton is not installed": find_spec("triton") is None,
+        "triton is not installed": not INSTALLED,
         "it runs on CUDA devices (elsewhere only when it is named, with TRITON_INTERPRET=1)": (
-            request.device.type != "cuda" and not interpreted
+            request.device.type != "cuda" and not (request.named and os.environ.get("TRITON_INTERPRET") == "1")
         ),
         f"it has no kernel for {request.dtype}": request.dtype not in DTYPES,
         f"head_dim must be at most {MAX_HEAD_DIM}": request.head_dim > MAX_HEAD_DIM,
@@ -35,9 +37,17 @@ def can_run(request: Request) -> tuple[bool, str]:
     for reason, refused in refusals.items():
         if refused:
             return False, reason
-    if request.device.type == "cuda" and torch.cuda.get_device_capability(request.device) < (8, 0):
+    if request.device.type == "cuda" and _major(request.device.index) < 8:
         return False, "it needs a GPU of compute capability 8.0 or more"
     return True, "one kernel over the active blocks, forward and backward"
+
+
+def _major(index: int | None) -> int:
+    return torch.cuda.get_device_capability(index)[0]
+
+
+# What torch.compiler.assume_constant_result does, without importing torch's whole compiler with this package.
+_major._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, extras: Extras) -> tuple[Tensor, Tensor]:

@@ -233,7 +233,7 @@ def _compute(
                     key = gl.expand_dims(_first_key(indices, start, stop, i, BLOCK_K, TILE_K) + key_lane, 0)
                     stays = kept(seed, sample * heads + head, query, key, threshold)
                     weights = gl.where(stays, weights * keep_scale, 0.0)
-                mixed = warpgroup_mma_wait(0, deps=[of_mixed])
+                mixed, operand = warpgroup_mma_wait(0, deps=[of_mixed, operand])
                 mbarrier.arrive(v_empty.index(place_before), count=1)
                 operand = gl.convert_layout(weights.to(dtype), WEIGHTS)
                 mixed = mixed * gl.expand_dims(gl.convert_layout(shrink, gl.SliceLayout(1, MIXED)), 1)

@@ -141,6 +141,7 @@ class Call:
     def _on_hopper(self, own_block: int, block: int, *tensors: Tensor) -> bool:
         """Whether the warp-specialised kernels can take the call."""
         fits = self.head_dim in HOPPER_FORWARD and own_block % 128 == 0 and block % 64 == 0
+        fits = fits and not self.flags["DROPOUT"]
         return self.hopper and fits and all(map(_can_be_described, tensors))
 
     def _hopper_forward(self, out: Tensor, lse: Tensor) -> None:
