@@ -303,7 +303,7 @@ def _length(name: str, pattern: Pattern, tokens: int, training: bool) -> dict[st
     with torch.no_grad():
         out = block_sparse_attention(q, k, v, layout)
     peak = torch.cuda.max_memory_allocated() - begun
-    row = {"name": name, "tokens": tokens, "density": layout.density, "lists_bytes": lists,
+    row = {"name": name, "tokens": tokens, "density": layout.block_density, "lists_bytes": lists,
            "forward_peak": peak / (4 * tensor + of_rows)}  # fmt: skip
     which = [0, layout.num_q_blocks // 2, layout.num_q_blocks - 1]
     at = torch.cat([torch.arange(r * 128, (r + 1) * 128, device="cuda") for r in which])
