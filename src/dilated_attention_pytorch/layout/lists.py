@@ -31,13 +31,9 @@ class BlockList:
     @classmethod
     def pack(cls, row: Tensor, column: Tensor, partial: Tensor, rule: Tensor | None, num_rows: int) -> BlockList:
         """From entries in any row order whose columns ascend within (row, state). Rows of `num_rows` are dropped."""
-        key, order = (row * 2).add_(partial).sort(stable=True)
-        edges = torch.arange(2 * num_rows + 1, dtype=key.dtype, device=key.device)
-        place = torch.searchsorted(key, edges, out_int32=True)
-        del key  # as large as the result: the memory of a build is a promise
-        rule_ids = row.new_empty(0, dtype=torch.int32) if rule is None else rule[order].clamp_(min=0).int()
-        # Copies, not views of `place`: a layout holds what it says it holds and nothing else.
-        return cls(place[::2].clone(), place[1::2].clone(), column[order].int(), rule_ids)
+        # In a graph as one operator, and so the same code: what a compiler makes of a stable sort is its own matter.
+        pack = _pack_op if torch.compiler.is_compiling() else _pack
+        return cls(*pack(row, column, partial, rule, num_rows))
 
     @classmethod
     def concat(cls, lists: Iterable[BlockList]) -> BlockList:
@@ -66,10 +62,8 @@ class BlockList:
     def work(self, num_lists: int) -> Tensor:
         """int32 [rows, 4]: (row of its list, first entry, first partial entry, end) of each row, the longest of a list
         first: who takes them in this order has no long row left at the end."""
-        rows = torch.stack((self.offsets[:-1], self.splits, self.offsets[1:]), dim=1).view(num_lists, -1, 3)
-        order = (rows[..., 2] - rows[..., 0]).argsort(dim=1, descending=True, stable=True)
-        ordered = rows.gather(1, order[..., None].expand_as(rows))
-        return torch.cat((order[..., None].int(), ordered), dim=2).view(-1, 4)
+        work = _work_op if torch.compiler.is_compiling() else _work
+        return work(self.offsets, self.splits, num_lists)
 
     def tensors(self) -> list[Tensor]:
         return [self.offsets, self.splits, self.indices, self.rule_ids]
@@ -83,3 +77,38 @@ class BlockList:
         """bool [capacity], for `row = row_of_entry()`."""
         place = torch.arange(len(self.indices), dtype=torch.int32, device=self.indices.device)
         return place >= torch.cat((self.splits, self.splits.new_zeros(1)))[row]
+
+
+def _pack(row: Tensor, column: Tensor, partial: Tensor, rule: Tensor | None, num_rows: int) -> list[Tensor]:
+    key, order = (row * 2).add_(partial).sort(stable=True)
+    edges = torch.arange(2 * num_rows + 1, dtype=key.dtype, device=key.device)
+    place = torch.searchsorted(key, edges, out_int32=True)
+    del key  # as large as the result: the memory of a build is a promise
+    rule_ids = row.new_empty(0, dtype=torch.int32) if rule is None else rule[order].clamp_(min=0).int()
+    # Copies, not views of `place`: a layout holds what it says it holds and nothing else.
+    return [place[::2].clone(), place[1::2].clone(), column[order].int(), rule_ids]
+
+
+def _work(offsets: Tensor, splits: Tensor, num_lists: int) -> Tensor:
+    rows = torch.stack((offsets[:-1], splits, offsets[1:]), dim=1).view(num_lists, -1, 3)
+    order = (rows[..., 2] - rows[..., 0]).argsort(dim=1, descending=True, stable=True)
+    ordered = rows.gather(1, order[..., None].expand_as(rows))
+    return torch.cat((order[..., None].int(), ordered), dim=2).view(-1, 4)
+
+
+_pack_op = torch.library.custom_op("dilated_attention_pytorch::pack_lists", _pack, mutates_args=())
+_work_op = torch.library.custom_op("dilated_attention_pytorch::order_work", _work, mutates_args=())
+
+
+@_pack_op.register_fake
+def _(row, column, partial, rule, num_rows):  # type: ignore[no-untyped-def]
+    def ints(*shape: int) -> Tensor:
+        return row.new_empty(*shape, dtype=torch.int32)
+
+    rule_ids = ints(0) if rule is None else ints(rule.shape[0])
+    return [ints(num_rows + 1), ints(num_rows), ints(column.shape[0]), rule_ids]
+
+
+@_work_op.register_fake
+def _(offsets, splits, num_lists):  # type: ignore[no-untyped-def]
+    return offsets.new_empty(splits.shape[0], 4)
