@@ -24,7 +24,8 @@ def as_text(record: Mapping[str, Any]) -> str:
     ]
     for way in ("forward", "backward"):
         rows = [
-            [row["name"], str(row["head_dim"]), str(row["block"]), f"{row['density']:.3f}", f"{row[way]['ours']['tflops']:.0f}",
+            [row["name"], str(row["head_dim"]), str(row["block"]), f"{row['density']:.3f}",
+             f"{row[way]['ours']['tflops']:.0f}",
              *(number(row[way].get(name, {}).get("ratio")) for name in RIVALS)]
             for row in record.get("kernels", [])
         ]  # fmt: skip

@@ -87,7 +87,8 @@ class Call:
             self._hopper_forward(out, lse)
             return out, lse
         grid, owned, config = self._by_queries(self.configs.forward)
-        if owned["TILE_Q"] * owned["PACK"] < 64 and q.dtype.itemsize == 2:
+        few = owned["TILE_Q"] * owned["PACK"] < 64 <= config.tile_q  # because blocks are small
+        if few and q.dtype.itemsize == 2:
             config = FEW_ROWS
         tma, (keys, values) = self._walked(config.tile_k, self.layout.block_k, k, v)
         forward_kernel[grid](
