@@ -223,3 +223,33 @@ def test_the_commit_says_when_the_tree_is_dirty(cases, monkeypatch, tmp_path):
     assert len(clean) == 40
     (tmp_path / "new.py").write_text("")
     assert cases.commit() == f"{clean}-dirty"
+
+
+def test_the_gpu_figures_in_the_docs_are_those_of_the_record(tmp_path):
+    """Every row of the page's GPU table, number for number; and the report of the record can be made."""
+    root = BENCHMARKS.parent
+    record = json.loads((BENCHMARKS / "results" / "gpu.json").read_text(encoding="utf-8"))
+    page = (root / "docs" / "performance.md").read_text(encoding="utf-8").partition("## GPU")[2]
+    lines = [
+        [cell.strip() for cell in line.strip("| ").split("|")] for line in page.splitlines() if line.startswith("| ")
+    ]
+    table = [cells for cells in lines if len(cells) == 9 and cells[1].isdigit()]
+    assert len(table) == len(record["kernels"]) - 1  # full, D=64 is left out
+
+    def shown(row, way):
+        flex = row[way].get("flex") or row[way].get("flex, max-autotune")
+        return [
+            f"{row[way]['ours']['tflops']:.0f}",
+            f"{flex['ratio']:.2f}" if flex else "",
+            f"{row[way]['cudnn']['ratio']:.2f}",
+        ]
+
+    made = [[str(row["head_dim"]), *shown(row, "forward"), *shown(row, "backward")] for row in record["kernels"]]
+    for _, head_dim, _, *numbers in table:
+        cut = [number.replace(" (autotuned)", "").replace("fails", "").replace("–", "") for number in numbers]
+        assert [head_dim, *cut] in made
+    command = [sys.executable, BENCHMARKS / "gpu_report.py", tmp_path / "gpu.json"]
+    (tmp_path / "gpu.json").write_text(json.dumps(record), encoding="utf-8")
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert f"{record['kernels'][0]['forward']['ours']['tflops']:.0f}" in done.stdout
+    assert (tmp_path / "gpu.png").stat().st_size > 10_000
