@@ -139,7 +139,7 @@ def _backward(call: _Call, given: tuple[Tensor, ...], grads: tuple[Tensor, Tenso
         grad = call.load("grad", do, unit)
         dqueries = call.load("dqueries", out, unit)
         delta = dqueries.mul_(grad).sum(-1) - call.load_lse("dlse", dlse, unit)
-        dqueries.zero_()
+        dqueries[call.empty_rows(unit)] = 0.0
         total = call.load_lse("total", lse, unit)
         empty = total == -torch.inf
         total.masked_fill_(empty, torch.inf)  # no weight anywhere,
@@ -164,7 +164,9 @@ def _backward(call: _Call, given: tuple[Tensor, ...], grads: tuple[Tensor, Tenso
             direct = tile.first and isinstance(tile.rows, slice)
             part = dqueries[tile.rows] if direct else call.scratch("part", *tile_queries.shape)
             torch.baddbmm(part, dscores, gathered, **scaled, out=part)
-            if not direct:
+            if not direct and tile.first:
+                dqueries[tile.rows] = part
+            elif not direct:
                 dqueries[tile.rows] += part
         call.store(dq, unit, dqueries)
         if call.copied and unit.closes_key_head:
