@@ -1,13 +1,13 @@
 """The GPU benchmark: this library beside FlexAttention and dense cuDNN and flash attention, on the same tensors.
 
-    python benchmarks/gpu.py                       # all of it, about 8 minutes on an H200
+    python benchmarks/gpu.py                       # all of it, about 4 minutes on an H200
     python benchmarks/gpu.py --only kernels        # one or more of kernels, lengths, layouts, seeds, calls
     python benchmarks/gpu.py --autotune            # FlexAttention with max-autotune too (minutes more)
     python benchmarks/gpu.py --commit ID           # where the tree has no .git
 
-Every contender's output, and all gradients, are compared with float64 attention of some rows before they are timed; a
-wrong one ends the run with exit status 1. Contenders of a row take turns, several times over, since sustained work
-throttles on power: only ratios within a row mean something. bfloat16, batch 1, 2048 ÷ D heads.
+Before a row is timed our output and gradients are compared with float64 attention of some rows, FlexAttention's with
+ours; a wrong one ends the run with exit status 1. Contenders of a row take turns, several times over, since sustained
+work throttles on power: only ratios within a row mean something. bfloat16, batch 1, 2048 ÷ D heads.
 
 kernels  TFLOP/s of the active blocks, forward and backward (5 products counted; deterministic, as ours always is). A
          rival's `ratio` is its time ÷ ours; of dense attention, measured on 16,384 tokens, its time × the real density.

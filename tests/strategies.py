@@ -1,6 +1,7 @@
 """Hypothesis strategies: patterns, layouts and whole calls."""
 
 import itertools
+from dataclasses import replace
 
 import torch
 from hypothesis import strategies as st
@@ -76,18 +77,23 @@ def lengths(draw, most=150):
 @st.composite
 def layouts(draw, seq_q, seq_k, batch, heads, heads_kv):
     block_q, block_k = draw(st.sampled_from(BLOCKS))
-    kind = draw(st.sampled_from(["shared", "heads", "heads_kv", "samples", "pattern", "per_head"]))
+    shapes = {
+        "shared": (), "heads": (heads,), "heads_kv": (heads_kv,), "samples": (batch, heads), "sample": (1, heads),
+        "samples_kv": (batch, heads_kv), "samples alone": (batch, 1),
+    }  # fmt: skip
+    kind = draw(st.sampled_from([*shapes, "pattern", "per_head"]))
     if kind == "pattern":
         return BlockLayout.from_pattern(draw(patterns(seq_k)), seq_q, seq_k, block_size=(block_q, block_k))
     if kind == "per_head":
         packing = draw(documents(seq_k))
         pattern = PerHead(tuple(draw(atoms(packing)) for _ in range(heads)))
         return BlockLayout.from_pattern(pattern, seq_q, seq_k, block_size=(block_q, block_k))
-    shape = {"shared": (), "heads": (heads,), "heads_kv": (heads_kv,), "samples": (batch, heads)}[kind]
+    shape = shapes[kind]
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     mask = torch.rand(*shape, -(-seq_q // block_q), -(-seq_k // block_k), generator=generator)
     mask = mask < draw(st.sampled_from([0.0, 0.2, 0.5, 0.9, 1.0]))
-    return BlockLayout.from_block_mask(mask, (block_q, block_k), seq_q=seq_q, seq_k=seq_k)
+    layout = BlockLayout.from_block_mask(mask, (block_q, block_k), seq_q=seq_q, seq_k=seq_k)
+    return replace(layout, num_heads=None, kind=None) if kind == "samples alone" else layout
 
 
 @st.composite

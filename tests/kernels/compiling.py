@@ -99,14 +99,16 @@ CALLS = {
     "plain": {"head_dim": 64, "dtype": torch.float16},
     "large heads": {"head_dim": 256, "dtype": torch.bfloat16},
     "odd heads, small blocks": {"head_dim": 80, "dtype": torch.bfloat16, "block": 32},
+    "few rows": {"head_dim": 64, "dtype": torch.float16, "block": 16, "heads_kv": 4},
+    "few rows, large heads": {"head_dim": 256, "dtype": torch.bfloat16, "block": 32, "heads_kv": 4},
     "single precision": {"head_dim": 128, "dtype": torch.float32, "block": 64},
     "everything": {"head_dim": 128, "dtype": torch.bfloat16, "everything": True},
 }
 
 
-def launches_of(capability, *, head_dim, dtype, block=128, everything=False):
+def launches_of(capability, *, head_dim, dtype, block=128, heads_kv=2, everything=False):
     """What forward and backward of a call launch."""
-    seq, heads, heads_kv = 512, 4, 2
+    seq, heads = 512, 4
     pattern = SlidingWindow(100, 0)
     extras = Extras(head_dim**-0.5)
     if everything:

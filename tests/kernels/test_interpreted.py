@@ -108,3 +108,17 @@ def test_it_is_chosen_by_name_alone():
     assert explain(case.q, case.k, case.v, case.layout, backend="triton").chosen == "triton"
     with pytest.raises(ValueError, match=r"no kernel for torch\.float64"):
         block_sparse_attention(case.q.double(), case.k.double(), case.v.double(), case.layout, backend="triton")
+
+
+def test_the_precision_of_products_follows_pytorch():
+    case, matmul = make_case(), torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    matmul.fp32_precision = "tf32"
+    try:
+        for dtype, precision in ((torch.float32, "tf32"), (torch.float16, "tf32x3")):
+            q, k, v = (x.to(dtype) for x in (case.q, case.k, case.v))
+            block_sparse_attention(q, k, v, case.layout, backend="triton")
+            call = launch.Call(q, k, v, case.layout, 1.0, None, None, 0.0, None)
+            assert call.flags["PRECISION"] == precision
+    finally:
+        matmul.fp32_precision = before

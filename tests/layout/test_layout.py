@@ -181,6 +181,7 @@ INVALID = {
     "too few rules named": ({"by_query": lists([0, 2, 2, 4], [1, 2, 4], [0, 2, 0, 1], [0])}, "rule_ids must name a rule for each of 4 blocks, got 1"),
     "rules of another shape": ({"rules": torch.zeros(1, 5, dtype=torch.int32)}, r"rules must have shape \[rules, intervals, 5\], got \[1, 5\]"),
     "documents of another length": ({"documents": torch.zeros(2, 7, dtype=torch.int32)}, "documents must have shape"),
+    "strided": ({"documents": torch.zeros(48, 2, dtype=torch.int32).T}, r"documents must be contiguous, as kernels read it, got strides \[1, 2\]"),
     "wrong dtype": ({"rules": torch.zeros(1, 1, 5)}, "rules must be int32, got torch.float32"),
     "wrong device": ({"rules": torch.zeros(1, 1, 5, dtype=torch.int32, device="meta")}, "rules must be on the device of indices, cpu, got meta"),
     "block size": ({"block_q": 20}, r"block_size must be one of \(16, 32, 64, 128, 256\), got 20"),

@@ -24,6 +24,8 @@ def allowed_pairs(layout: BlockLayout, heads: int, extras: Extras) -> Tensor:
     allowed = layout.to_dense()
     if layout.num_heads is not None:
         allowed = allowed.repeat_interleave(heads // layout.num_heads, dim=-3)
+    elif layout.batch_size is not None:
+        allowed = allowed[:, None]
     allowed = allowed.reshape((1,) * (4 - allowed.ndim) + allowed.shape)
     if extras.key_padding_mask is not None:
         allowed = allowed & ~extras.key_padding_mask[:, None, None, :]

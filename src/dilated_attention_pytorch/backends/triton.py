@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ INSTALLED = find_spec("triton") is not None
 def can_run(request: Request) -> tuple[bool, str]:
     refusals = {
         "triton is not installed": not INSTALLED,
+        "it was written and tested for CUDA, not ROCm": torch.version.hip is not None,
         "it runs on CUDA devices (elsewhere only when it is named, with TRITON_INTERPRET=1)": (
             request.device.type != "cuda" and not (request.named and os.environ.get("TRITON_INTERPRET") == "1")
         ),
@@ -51,7 +53,8 @@ _major._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, extras: Extras) -> tuple[Tensor, Tensor]:
-    return _call(q, k, v, layout, extras).forward()
+    with _on(q.device):
+        return _call(q, k, v, layout, extras).forward()
 
 
 def backward(
@@ -65,7 +68,13 @@ def backward(
     layout: BlockLayout,
     extras: Extras,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _call(q, k, v, layout, extras).backward(do, dlse, out, lse)
+    with _on(q.device):
+        return _call(q, k, v, layout, extras).backward(do, dlse, out, lse)
+
+
+def _on(device: torch.device) -> AbstractContextManager[Any]:
+    """Triton launches on the current device, whichever the tensors are on."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _call(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, extras: Extras) -> Call:

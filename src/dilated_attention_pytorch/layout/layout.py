@@ -233,7 +233,13 @@ class BlockLayout:
             if torch.compiler.is_compiling():
                 return make()
             with torch.inference_mode(False):
-                self._made[name] = make()
+                made = make()
+            if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                return made  # a capture computes nothing yet
+            # Like the lists themselves: their length must not become part of a graph.
+            for tensor in made.tensors() if isinstance(made, BlockList) else ():
+                tensor._dynamo_weak_dynamic_indices = {0}  # type: ignore[attr-defined]
+            self._made[name] = made
         return self._made[name]
 
     def _make_by_key(self) -> BlockList:
@@ -378,7 +384,8 @@ class BlockLayout:
         if ordered or by_key:
             tensors.append(self.query_work)
         if by_key:
-            tensors += [*self.by_key.tensors(), self.key_work]
+            lists = self.by_key  # once: in a graph it is made each time
+            tensors += [*lists.tensors(), self._remembered("key_work", lambda: lists.work(self.num_lists))]
         return tensors, sizes
 
     @classmethod
@@ -465,6 +472,8 @@ def _check(layout: BlockLayout) -> None:
             raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
         if tensor.dtype != torch.int32:
             raise TypeError(f"{name} must be int32, got {tensor.dtype}")
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name} must be contiguous, as kernels read it, got strides {list(tensor.stride())}")
         if tensor.device != layout.device:
             raise ValueError(f"{name} must be on the device of indices, {layout.device}, got {tensor.device}")
     shapes = {"offsets": (num_rows + 1,), "splits": (num_rows,), "indices": (len(lists.indices),)}

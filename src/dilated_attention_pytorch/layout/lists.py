@@ -62,6 +62,8 @@ class BlockList:
     def work(self, num_lists: int) -> Tensor:
         """int32 [rows, 4]: (row of its list, first entry, first partial entry, end) of each row, the longest of a list
         first: who takes them in this order has no long row left at the end."""
+        if self.num_rows >= 2**29:
+            raise ValueError(f"a layout for a GPU must have fewer than {2**29} rows, got {self.num_rows}")
         work = _work_op if torch.compiler.is_compiling() else _work
         return work(self.offsets, self.splits, num_lists)
 

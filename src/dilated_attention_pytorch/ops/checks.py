@@ -125,8 +125,8 @@ def _as_constants(
 ) -> tuple[list[Tensor], list[int], str | None]:
     """The same for torch.compile, which takes a layout as it is instead of tracing how it is built."""
     layout = _remembered(pattern_of(number), is_causal, seq_q, seq_k, device)
-    on_gpu = device.type == "cuda"
-    return *layout.flatten(ordered=on_gpu, by_key=on_gpu), layout.kind
+    walked = device.type == "cuda" and layout.kind is None
+    return *layout.flatten(ordered=walked, by_key=walked), layout.kind
 
 
 # What torch.compiler.assume_constant_result does, without importing torch's whole compiler with this package.
