@@ -16,7 +16,10 @@ from tests.strategies import cases
 
 pytest.importorskip("triton", reason="needs triton, which there is for Linux alone")
 if torch.cuda.is_available():
-    pytest.skip("where there is a GPU, tests/gpu runs the kernels on it", allow_module_level=True)
+    reason = (
+        "needs a machine without a CUDA device: with one, kernels are compiled for it, and tests/gpu runs them there"
+    )
+    pytest.skip(reason, allow_module_level=True)
 
 from dilated_attention_pytorch.kernels import launch
 from dilated_attention_pytorch.kernels.configs import Config, Configs
@@ -122,3 +125,20 @@ def test_the_precision_of_products_follows_pytorch():
             assert call.flags["PRECISION"] == precision
     finally:
         matmul.fp32_precision = before
+
+
+def test_rocm_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    case = make_case()
+    with pytest.raises(ValueError, match="not ROCm"):
+        block_sparse_attention(case.q, case.k, case.v, case.layout, backend="triton")
+
+
+def test_a_triton_without_gluon_says_so(monkeypatch):
+    """Hopper then runs the plain kernels: slower, and not in silence."""
+    monkeypatch.setattr(launch, "INTERPRETED", False)
+    monkeypatch.setattr(launch, "HAVE_GLUON", False)
+    monkeypatch.setattr(launch, "_capability", lambda device: (9, 0))
+    with pytest.warns(UserWarning, match="Gluon"):
+        _, hopper, _ = launch._device.__wrapped__(torch.device("cpu"), 64, 2)
+    assert not hopper

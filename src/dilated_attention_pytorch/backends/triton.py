@@ -21,8 +21,6 @@ name = "triton"
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 256
 ordered = True
-
-
 INSTALLED = find_spec("triton") is not None
 
 

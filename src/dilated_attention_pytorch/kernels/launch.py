@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import warnings
 from functools import lru_cache
 from typing import Any
 
@@ -143,6 +144,7 @@ class Call:
     def _on_hopper(self, own_block: int, block: int, *tensors: Tensor) -> bool:
         """Whether the warp-specialised kernels can take the call."""
         fits = self.head_dim in HOPPER_FORWARD and own_block % 128 == 0 and block % 64 == 0
+        # Their dropout failed on windows (benchmarks/results/gpu_tests.txt): refused until the cause is found.
         fits = fits and not self.flags["DROPOUT"]
         return self.hopper and fits and all(map(_can_be_described, tensors))
 
@@ -235,6 +237,8 @@ def _device(device: torch.device, padded: int, itemsize: int) -> tuple[bool, boo
     """Whether the device has a copy engine, whether it runs the Hopper kernels, and its tiles."""
     capability = _capability(device)
     hopper = capability == (9, 0) and itemsize == 2 and HAVE_GLUON
+    if capability == (9, 0) and not HAVE_GLUON and not INTERPRETED:
+        warnings.warn("this Triton has no Gluon (3.6 has): Hopper runs the plain, slower kernels", stacklevel=2)
     return capability >= (9, 0), hopper, configs(capability, padded, itemsize)
 
 
