@@ -16,9 +16,17 @@ from .nn import (
     BlockSparseRingMultiheadDilatedAttentionV2,
     create_block_sparse_attention,
 )
-from .ops import BlockSparseWeights, Explanation, block_sparse_attention, explain, merge_attention
+from .ops import (
+    BlockSparseWeights,
+    Explanation,
+    block_sparse_attention,
+    dilated_attention,
+    explain,
+    merge_attention,
+)
 from .patterns import (
     Blocks,
+    Branches,
     Causal,
     DilatedBlocks,
     Documents,
@@ -47,6 +55,7 @@ __all__ = [
     "BlockSparseRingMultiheadDilatedAttentionV2",
     "BlockSparseWeights",
     "Blocks",
+    "Branches",
     "Causal",
     "DilatedBlocks",
     "Documents",
@@ -62,6 +71,7 @@ __all__ = [
     "SparsePatternConfig",
     "block_sparse_attention",
     "create_block_sparse_attention",
+    "dilated_attention",
     "explain",
     "hierarchical",
     "merge_attention",

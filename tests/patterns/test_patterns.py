@@ -27,7 +27,7 @@ from dilated_attention_pytorch import (
     SparsePatternConfig,
     hierarchical,
 )
-from dilated_attention_pytorch.patterns.base import pattern_of
+from dilated_attention_pytorch.patterns.base import numbered
 from tests.strategies import BLOCKS, lengths, patterns
 
 TOKENS = {
@@ -193,7 +193,7 @@ class TestValues:
             assert other == pattern
             assert hash(other) == hash(pattern)
             assert other.number != pattern.number
-            assert pattern_of(other.number) is other
+            assert numbered(other.number) is other
         assert b"number" not in pickle.dumps(pattern)
 
     def test_config_is_a_value(self):

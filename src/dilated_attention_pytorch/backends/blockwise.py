@@ -221,6 +221,7 @@ class _Tile:
     blocks: Tensor  # key blocks [num, width]
     num_full: int  # of them, the first so many are full
     rule_ids: Tensor | None  # [num, width − num_full]
+    times: Tensor | None  # [num, width] how often the pairs of a block count, 0 where they differ; None: once
     first: bool  # no earlier piece of these rows
     masked: bool  # some row may have no key at all
 
@@ -242,7 +243,7 @@ class _Call:
         self.stacked = 1 if layout.num_heads is not None and layout.num_heads > self.key_heads else group
         self.edges = layout.by_query.offsets.cpu().long(), layout.by_query.splits.cpu().long()
         uses = group // self.stacked * len(layout.by_query.indices) / (layout.num_lists * layout.num_k_blocks)
-        plain = k.dtype == compute_dtype(k.dtype) and layout.seq_k % layout.block_k == 0
+        plain = k.dtype == compute_dtype(k.dtype) and layout.seq_k % layout.block_k == 0 and layout.classes == 1
         self.copied = uses > REUSE or not plain
         block = layout.block_q * layout.block_k
         self.scores_a_sample = len(layout.by_query.indices) // layout.num_lists * block * self.num_heads
@@ -290,10 +291,13 @@ class _Call:
                 yield units
 
     def _ranges(self, elements: int, in_parts: int = 1) -> list[range]:
-        num, row = self.layout.num_q_blocks, self.stacked * self.layout.block_q * self.head_dim
+        """Runs of query blocks, each of one class."""
+        classes, row = self.layout.classes, self.stacked * self.layout.block_q * self.head_dim
+        num, in_parts = self.layout.num_q_blocks // classes, -(-in_parts // classes)
         parts = -(-num // max(1, int(self.enlarge * elements) // row))
         parts = min(num, -(-parts // in_parts) * in_parts)
-        return [range(num * i // parts, num * (i + 1) // parts) for i in range(parts)]
+        cuts = [(c * num + num * i // parts, c * num + num * (i + 1) // parts) for c in range(classes) for i in range(parts)]
+        return [range(*cut) for cut in cuts]
 
     def _of_key_head(
         self, sample: int, key_head: int, ranges: list[range], keys: Tensor, values: Tensor
@@ -307,12 +311,19 @@ class _Call:
                     key_head=key_head,
                     heads=slice(head, head + self.stacked),
                     rows=rows,
-                    tokens=slice(rows.start * layout.block_q, min(rows.stop * layout.block_q, layout.seq_q)),
+                    tokens=self._tokens(rows),
                     keys=keys,
                     values=values,
                     opens_key_head=head == firsts[0] and rows is ranges[0],
                     closes_key_head=head == firsts[-1] and rows is ranges[-1],
                 )
+
+    def _tokens(self, rows: range) -> slice:
+        layout, per_class = self.layout, self.layout.num_q_blocks // self.layout.classes
+        residue, first = divmod(rows.start, per_class)
+        start, num = first * layout.block_q * layout.classes + residue, len(rows) * layout.block_q
+        stop = min(start + num * layout.classes, layout.seq_q)
+        return slice(min(start, stop), stop, layout.classes)
 
     def _view(self, x: Tensor, sample: int, key_head: int) -> Tensor:
         """Keys or values of a head as blocks [num_k_blocks, block_k, D], as they lie."""
@@ -323,11 +334,16 @@ class _Call:
 
         If x is that already, it is a view, and there is nothing to do.
         """
-        block = self.layout.block_k
-        if x.dtype == compute_dtype(x.dtype) and len(x) % block == 0 and x.is_contiguous():
+        block, classes = self.layout.block_k, self.layout.classes
+        if classes == 1 and x.dtype == compute_dtype(x.dtype) and len(x) % block == 0 and x.is_contiguous():
             return x.view(-1, block, x.shape[-1]), lambda: None
         blocks = self.scratch(name, self.layout.num_k_blocks, 1, block, x.shape[-1])
-        return blocks[:, 0], partial(_into_blocks, blocks, x[:, None])
+
+        def fill() -> None:
+            for residue, of_class in enumerate(blocks.chunk(classes)):
+                _into_blocks(of_class, x[residue::classes, None])
+
+        return blocks[:, 0], fill
 
     def accumulator(self, name: str, grad: Tensor, unit: _Unit) -> Tensor:
         """Where the gradient of this unit's key blocks is summed."""
@@ -337,7 +353,8 @@ class _Call:
         return blocks.zero_() if unit.opens_key_head else blocks
 
     def store_keys(self, x: Tensor, unit: _Unit, blocks: Tensor) -> None:
-        _from_blocks(x[unit.sample, :, unit.key_head, None], blocks[:, None])
+        for residue, of_class in enumerate(blocks[:, None].chunk(self.layout.classes)):
+            _from_blocks(x[unit.sample, residue :: self.layout.classes, unit.key_head, None], of_class)
 
     def load(self, name: str, x: Tensor, unit: _Unit) -> Tensor:
         """Rows of q, out or do as [rows, M, D], in the compute dtype."""
@@ -412,7 +429,9 @@ class _Call:
         rule_ids = None
         if num_full < entries.shape[1]:
             partial = entries[:, num_full:]
-            rule_ids = lists.rule_ids[partial] if lists.rule_ids.numel() else torch.zeros_like(partial)
+            named = lists.rule_ids.numel() > 0 and not self.layout.dilated
+            rule_ids = lists.rule_ids[partial] if named else torch.zeros_like(partial)
+        times = lists.rule_ids[entries] if self.layout.dilated else None
         consecutive = int(which[-1] - which[0]) == len(which) - 1
         masks = (rule_ids, self.extras.key_padding_mask, self.extras.document_ids)
         return _Tile(
@@ -421,6 +440,7 @@ class _Call:
             blocks=lists.indices[entries],
             num_full=num_full,
             rule_ids=rule_ids,
+            times=times if times is not None and (times != 1).any() else None,
             first=is_first,
             masked=any(mask is not None for mask in masks),
         )
@@ -445,6 +465,13 @@ class _Call:
             allowed = layout.token_mask(query_block.flatten(), partial.flatten(), tile.rule_ids.flatten())
             allowed = allowed.view(num, 1, -1, layout.block_q, layout.block_k).transpose(2, 3)
             cells[..., tile.num_full :, :].masked_fill_(~allowed, -torch.inf)
+        if tile.times is not None:
+            cells.add_(tile.times.clamp(min=1).log()[:, None, None, :, None])
+            piece, at = (tile.times == 0).nonzero(as_tuple=True)
+            if len(piece):
+                which = torch.full_like(piece, self._first_row(unit) // layout.num_q_blocks)
+                times = layout.times_held(which, tile.query_blocks[piece], tile.blocks[piece, at])
+                cells[piece, :, :, at] += times.to(scores.dtype).log()[:, None]
         if extras.key_padding_mask is not None:
             padded = self._of_keys(extras.key_padding_mask[unit.sample], tile)
             if padded.any():
@@ -458,12 +485,11 @@ class _Call:
 
     def _queries(self, tile: _Tile) -> Tensor:
         """Query numbers [num, block_q]."""
-        return tile.query_blocks[:, None] * self.layout.block_q + torch.arange(self.layout.block_q, device=self.device)
+        return self.layout.queries_of(tile.query_blocks)
 
     def _keys(self, tile: _Tile) -> Tensor:
         """Key numbers [num, width, block_k]."""
-        block = torch.arange(self.layout.block_k, device=self.device)
-        return tile.blocks[..., None].long() * self.layout.block_k + block
+        return self.layout.keys_of(tile.blocks.long())
 
     def _of_keys(self, x: Tensor, tile: _Tile) -> Tensor:
         """A value for each key of a tile; keys behind the end, which a token rule hides, get the last one's."""
@@ -490,6 +516,7 @@ def _into_blocks(blocks: Tensor, tokens: Tensor) -> None:
     if rest:
         blocks[whole, :, :rest] = tokens[len(tokens) - rest :].transpose(0, 1)
         blocks[whole, :, rest:] = 0
+    blocks[whole + (rest > 0) :] = 0
 
 
 def _from_blocks(tokens: Tensor, blocks: Tensor) -> None:

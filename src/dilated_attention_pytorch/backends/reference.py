@@ -19,32 +19,46 @@ def can_run(request: Request) -> tuple[bool, str]:
     return True, "runs everything, in memory quadratic in the sequence; chosen by name only"
 
 
-def allowed_pairs(layout: BlockLayout, heads: int, extras: Extras) -> Tensor:
-    """bool, broadcastable to [batch, heads, seq_q, seq_k]."""
-    allowed = layout.to_dense()
+def counted_pairs(layout: BlockLayout, heads: int, extras: Extras) -> Tensor:
+    """How often each pair counts, broadcastable to [batch, heads, seq_q, seq_k]: bool, or int for dilated attention."""
+    allowed = _held_pairs(layout) if layout.dilated else layout.to_dense()
     if layout.num_heads is not None:
         allowed = allowed.repeat_interleave(heads // layout.num_heads, dim=-3)
     elif layout.batch_size is not None:
         allowed = allowed[:, None]
     allowed = allowed.reshape((1,) * (4 - allowed.ndim) + allowed.shape)
     if extras.key_padding_mask is not None:
-        allowed = allowed & ~extras.key_padding_mask[:, None, None, :]
+        allowed = allowed * ~extras.key_padding_mask[:, None, None, :]
     if extras.document_ids is not None:
         queries = aligned_queries(extras.document_ids, layout.seq_q)
-        allowed = allowed & (queries[:, None, :, None] == extras.document_ids[:, None, None, :])
+        allowed = allowed * (queries[:, None, :, None] == extras.document_ids[:, None, None, :])
     return allowed
 
 
+def _held_pairs(layout: BlockLayout) -> Tensor:
+    """How many branches hold a pair, [lists, seq_q, seq_k], without a look at the lists of blocks."""
+    key = torch.arange(layout.seq_k, device=layout.device)
+    position = torch.arange(layout.seq_q, device=layout.device)[:, None] + (layout.seq_k - layout.seq_q)
+    held = torch.zeros((), dtype=torch.int32, device=layout.device)
+    for segment, dilation, offset in (branch.T[..., None, None] for branch in layout.branches.unbind(1)):
+        kept_query, kept_key = (x % segment % dilation == offset for x in (position, key))
+        held = held + (kept_query & kept_key & (position // segment == key // segment))
+    right = layout.rules[0, 0, 1]  # 0 where the layout is causal
+    held = held * ((position >= 0) & (key <= position + right))
+    return held if layout.num_heads is not None else held[0]
+
+
 def attention(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, extras: Extras) -> tuple[Tensor, Tensor]:
-    """One softmax over all allowed keys of a row (union: a key counts once). An empty row gives 0 and lse −inf."""
+    """One softmax over all allowed keys of a row, each as often as it counts. An empty row gives 0 and lse −inf."""
     batch, _seq_q, heads, _ = q.shape
     dtype = compute_dtype(q.dtype)
     k, v = (x.to(dtype).repeat_interleave(heads // x.shape[2], dim=2) for x in (k, v))
     scores = torch.einsum("bqhd,bkhd->bhqk", q.to(dtype) * extras.scale, k)
-    scores = scores.masked_fill(~allowed_pairs(layout, heads, extras), -torch.inf)
+    counts = counted_pairs(layout, heads, extras)
+    scores = scores.masked_fill(counts == 0, -torch.inf)
     top = scores.detach().amax(dim=-1, keepdim=True)
     top = torch.where(top == -torch.inf, 0.0, top)
-    weights = torch.exp(scores - top)
+    weights = torch.exp(scores - top) * counts
     total = weights.sum(dim=-1, keepdim=True)
     empty = total == 0
     total = torch.where(empty, 1.0, total)

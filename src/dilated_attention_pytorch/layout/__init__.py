@@ -1,7 +1,16 @@
 """Which blocks: a pattern, for given lengths and block sizes, as lists of active blocks."""
 
-from .cache import clear_layout_cache, layout_for
+from .branches import layout_of_branches
+from .cache import clear_layout_cache, layout_for, layout_for_branches
 from .cost import AttentionCost
 from .layout import BlockLayout, BlockList
 
-__all__ = ["AttentionCost", "BlockLayout", "BlockList", "clear_layout_cache", "layout_for"]
+__all__ = [
+    "AttentionCost",
+    "BlockLayout",
+    "BlockList",
+    "clear_layout_cache",
+    "layout_for",
+    "layout_for_branches",
+    "layout_of_branches",
+]

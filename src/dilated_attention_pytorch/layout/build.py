@@ -154,7 +154,7 @@ def find_blocks(
                 inside = (column >= span.first[row]) & (column <= span.last[row])
                 row, column = row[inside], column[inside]
             else:
-                row, column = _ragged(rows, span.first[start:stop], span.count[start:stop])
+                row, column = ragged(rows, span.first[start:stop], span.count[start:stop])
             full = (column >= span.first_full[row]) & (column <= span.last_full[row])
             keys.append(row * num_columns + column)
             states.append(torch.where(full, 0, 1 << intervals.index(term.interval)))
@@ -221,7 +221,7 @@ def _row_chunks(counts: Tensor) -> list[tuple[int, int]]:
     return list(pairwise(edges))
 
 
-def _ragged(rows: Tensor, first: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+def ragged(rows: Tensor, first: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
     """For each row the columns first, first + 1, … (`count` of them)."""
     row = torch.repeat_interleave(rows, count)
     begin = torch.repeat_interleave(first - (count.cumsum(0) - count), count)
@@ -274,7 +274,7 @@ def _(rule: LocalBlocks, rows: Tensor, num_blocks: int) -> tuple[Tensor, Tensor]
     back, forth = rule.reach
     first = (-(rows // rule.stride)).clamp(min=-back)
     last = ((num_blocks - 1 - rows) // rule.stride).clamp(max=forth)
-    which, step = _ragged(torch.arange(len(rows), device=rows.device), first, (last - first + 1).clamp(min=0))
+    which, step = ragged(torch.arange(len(rows), device=rows.device), first, (last - first + 1).clamp(min=0))
     return which, rows[which] + step * rule.stride
 
 
@@ -312,7 +312,7 @@ def _(rule: Blocks, num_blocks: int) -> int:
 def _(rule: Blocks, rows: Tensor, num_blocks: int) -> tuple[Tensor, Tensor]:
     row, column = torch.tensor(rule.pairs, dtype=torch.int64, device=rows.device).reshape(-1, 2).T.contiguous()
     first, stop = torch.searchsorted(row, rows), torch.searchsorted(row, rows, right=True)
-    which, place = _ragged(torch.arange(len(rows), device=rows.device), first, stop - first)
+    which, place = ragged(torch.arange(len(rows), device=rows.device), first, stop - first)
     inside = column[place] < num_blocks
     return which[inside], column[place][inside]
 

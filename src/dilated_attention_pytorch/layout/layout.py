@@ -25,9 +25,12 @@ MAX_SEQUENCE = 2**30
 # Entries that one sort of `by_key` takes on a CPU.
 _SORTED_AT_ONCE = 1 << 20
 
+NUM_SIZES = 8  # of `flatten`
+
 T = TypeVar("T")
 
 NO_DOCUMENTS = torch.empty(2, 0, dtype=torch.int32)
+NO_BRANCHES = torch.empty(0, 0, 3, dtype=torch.int32)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -46,6 +49,9 @@ class BlockLayout:
         rules: int32 [num_rules, intervals, 5], see `layout.rules`.
         documents: int32 [2, seq_q], see `layout.rules`; empty without packed documents.
         kind: "full" or "causal" where the layout is that whole pattern, else None.
+        classes: blocks take every `classes`-th token: first those of the tokens ≡ 0 modulo it, then ≡ 1, and so on.
+        branches: int32 [lists, branches, 3], see `layout.branches`; empty unless the layout is one of dilated attention.
+            There `rule_ids` says how often every pair of a block counts, 0 where that differs from pair to pair.
     """
 
     seq_q: int
@@ -58,6 +64,8 @@ class BlockLayout:
     rules: Tensor
     documents: Tensor = NO_DOCUMENTS
     kind: str | None = None
+    classes: int = 1
+    branches: Tensor = NO_BRANCHES
     checked: InitVar[bool] = False
     _made: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
 
@@ -90,7 +98,7 @@ class BlockLayout:
         if not isinstance(pattern, Pattern):
             raise TypeError(f"pattern must be a Pattern, got {type(pattern).__name__}")
         seq_k = seq_q if seq_k is None else seq_k
-        lengths, blocks = _check_sizes(seq_q, seq_k, block_size)
+        lengths, blocks = check_sizes(seq_q, seq_k, block_size)
         for size in pattern.block_sizes:
             if size % blocks[0] or size % blocks[1]:
                 raise ValueError(
@@ -174,7 +182,7 @@ class BlockLayout:
         block_q, block_k = _block_pair(block_size)
         seq_q = num_q * block_q if seq_q is None else seq_q
         seq_k = num_k * block_k if seq_k is None else seq_k
-        _check_sizes(seq_q, seq_k, block_size)
+        check_sizes(seq_q, seq_k, block_size)
         for name, seq, block, num in (("seq_q", seq_q, block_q, num_q), ("seq_k", seq_k, block_k, num_k)):
             if ceil_div(seq, block) != num:
                 raise ValueError(f"{name} must need {num} blocks of {block} tokens, as the mask has, got {seq}")
@@ -197,11 +205,11 @@ class BlockLayout:
 
     @property
     def num_q_blocks(self) -> int:
-        return ceil_div(self.seq_q, self.block_q)
+        return self.classes * ceil_div(ceil_div(self.seq_q, self.classes), self.block_q)
 
     @property
     def num_k_blocks(self) -> int:
-        return ceil_div(self.seq_k, self.block_k)
+        return self.classes * ceil_div(ceil_div(self.seq_k, self.classes), self.block_k)
 
     @property
     def num_lists(self) -> int:
@@ -311,15 +319,45 @@ class BlockLayout:
     def blocks(self) -> tuple[int, int]:
         return self.block_q, self.block_k
 
+    @property
+    def dilated(self) -> bool:
+        """Whether this is a layout of dilated attention, in which a key may count several times."""
+        return self.branches.numel() > 0
+
+    def queries_of(self, block: Tensor) -> Tensor:
+        """Query numbers [..., block_q] of query blocks; those of `seq_q` and beyond stand for padding."""
+        return self._tokens_of(block, self.num_q_blocks, self.block_q)
+
+    def keys_of(self, block: Tensor) -> Tensor:
+        """The same of key blocks."""
+        return self._tokens_of(block, self.num_k_blocks, self.block_k)
+
+    def _tokens_of(self, block: Tensor, num_blocks: int, size: int) -> Tensor:
+        lane = torch.arange(size, dtype=block.dtype, device=block.device)
+        if self.classes == 1:
+            return block[..., None] * size + lane
+        per_class = num_blocks // self.classes
+        return (block % per_class * size)[..., None].add(lane) * self.classes + (block // per_class)[..., None]
+
     def token_mask(self, query_block: Tensor, key_block: Tensor, rule_id: Tensor) -> Tensor:
         """bool [entries, block_q, block_k]: the pairs of tokens that a rule allows in each of the given blocks."""
-        query = query_block[:, None] * self.block_q + _range(self.block_q, self.device)
-        key = key_block[:, None] * self.block_k + _range(self.block_k, self.device)
+        query, key = self.queries_of(query_block), self.keys_of(key_block)
         allowed = torch.zeros((), dtype=torch.bool, device=self.device)
         for interval in self.rules[rule_id].unbind(1):
             first, last = key_bounds(interval[:, None], query, self.seq_q, self.seq_k, self.documents)
             allowed = allowed | ((key[:, None] >= first[:, :, None]) & (key[:, None] <= last[:, :, None]))
         return allowed
+
+    def times_held(self, which: Tensor, query_block: Tensor, key_block: Tensor) -> Tensor:
+        """int32 [entries, block_q, block_k]: how many branches of list `which` hold a pair, whatever the rules say."""
+        position, key = self.queries_of(query_block) + (self.seq_k - self.seq_q), self.keys_of(key_block)
+        held = torch.zeros((), dtype=torch.int32, device=self.device)
+        for segment, dilation, offset in (branch.T[..., None] for branch in self.branches[which].unbind(1)):
+            kept_query = (position >= 0) & (position % segment % dilation == offset)
+            of_query = torch.where(kept_query, position // segment, -1)
+            of_key = torch.where(key % segment % dilation == offset, key // segment, -2)
+            held = held + (of_query[:, :, None] == of_key[:, None])
+        return held
 
     def entries(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """List number, query block, key block and rule of every active block; rule −1 is a full block."""
@@ -337,13 +375,22 @@ class BlockLayout:
         return mask.reshape(*self._list_shape, self.num_q_blocks, self.num_k_blocks)
 
     def to_dense(self) -> Tensor:
-        """bool mask of allowed pairs of tokens, [seq_q, seq_k] behind the dimensions of `to_block_mask`."""
+        """bool mask of allowed pairs of tokens, [seq_q, seq_k] behind the dimensions of `to_block_mask`.
+
+        For dilated attention how often each pair counts, int32.
+        """
         which, query_block, key_block, rule = self.entries()
-        shape = (self.num_lists, self.num_q_blocks, self.block_q, self.num_k_blocks, self.block_k)
-        dense = torch.zeros(shape, dtype=torch.bool, device=self.device)
-        allowed = self.token_mask(query_block, key_block, rule.clamp(min=0)) | (rule < 0)[:, None, None]
-        dense[which, query_block, :, key_block] = allowed
-        dense = dense.reshape(self.num_lists, shape[1] * shape[2], shape[3] * shape[4])
+        full = (rule < 0)[:, None, None]
+        if self.dilated:
+            times = self.by_query.rule_ids[: len(rule), None, None]
+            cells = torch.where(times > 0, times, self.times_held(which, query_block, key_block))
+            cells = torch.where(full | self.token_mask(query_block, key_block, torch.zeros_like(rule)), cells, 0)
+        else:
+            cells = self.token_mask(query_block, key_block, rule.clamp(min=0)) | full
+        query, key = self.queries_of(query_block), self.keys_of(key_block)
+        size = self.classes * max(self.num_q_blocks * self.block_q, self.num_k_blocks * self.block_k)
+        dense = torch.zeros(self.num_lists, size, size, dtype=cells.dtype, device=self.device)
+        dense[which[:, None, None], query[:, :, None], key[:, None]] = cells
         return dense[:, : self.seq_q, : self.seq_k].reshape(*self._list_shape, self.seq_q, self.seq_k)
 
     @property
@@ -375,23 +422,25 @@ class BlockLayout:
     def flatten(self, *, ordered: bool = False, by_key: bool = False) -> tuple[list[Tensor], list[int]]:
         """Tensors and sizes, for operators that take nothing else; `unflatten` is the inverse.
 
+        The first size is the number of tensors, so that several layouts can stand one behind the other.
+
         Args:
             ordered: with the order of work, `query_work`;
             by_key: and with `by_key` and `key_work` too.
         """
-        sizes = [*self.lengths, *self.blocks, self.num_heads or 0, self.batch_size or 0]
-        tensors = [*self.by_query.tensors(), self.rules, self.documents]
+        sizes = [*self.lengths, *self.blocks, self.num_heads or 0, self.batch_size or 0, self.classes]
+        tensors = [*self.by_query.tensors(), self.rules, self.documents, self.branches]
         if ordered or by_key:
             tensors.append(self.query_work)
         if by_key:
             lists = self.by_key  # once: in a graph it is made each time
             tensors += [*lists.tensors(), self._remembered("key_work", lambda: lists.work(self.num_lists))]
-        return tensors, sizes
+        return tensors, [len(tensors), *sizes]
 
     @classmethod
     def unflatten(cls, tensors: Sequence[Tensor], sizes: Sequence[int], kind: str | None = None) -> BlockLayout:
-        seq_q, seq_k, block_q, block_k, num_heads, batch_size = sizes
-        lists, (rules, documents), more = tensors[:4], tensors[4:6], tensors[6:]
+        _, seq_q, seq_k, block_q, block_k, num_heads, batch_size, classes = sizes
+        lists, (rules, documents, branches), more = tensors[:4], tensors[4:7], tensors[7:]
         layout = cls(
             seq_q=seq_q,
             seq_k=seq_k,
@@ -403,6 +452,8 @@ class BlockLayout:
             rules=rules,
             documents=documents,
             kind=kind,
+            classes=classes,
+            branches=branches,
             checked=True,
         )
         if more:
@@ -411,14 +462,22 @@ class BlockLayout:
             layout._made.update(by_key=BlockList(*more[1:5]), key_work=more[5])
         return layout
 
+    @classmethod
+    def unflatten_all(cls, tensors: Sequence[Tensor], sizes: Sequence[int]) -> list[BlockLayout]:
+        """Layouts whose tensors and sizes stand one behind the other."""
+        layouts = []
+        while sizes:
+            layouts.append(cls.unflatten(tensors[: sizes[0]], sizes[:NUM_SIZES]))
+            tensors, sizes = tensors[sizes[0] :], sizes[NUM_SIZES:]
+        return layouts
+
     def to(self, device: torch.device | str) -> BlockLayout:
         device = torch.device(device)
         if device == self.device:
             return self
         by_query = BlockList(*(t.to(device) for t in self.by_query.tensors()))
-        return replace(
-            self, by_query=by_query, rules=self.rules.to(device), documents=self.documents.to(device), checked=True
-        )
+        moved = {name: getattr(self, name).to(device) for name in ("rules", "documents", "branches")}
+        return replace(self, by_query=by_query, **moved, checked=True)
 
     def __getstate__(self) -> dict[str, object]:
         """What can be made again is not stored."""
@@ -427,14 +486,12 @@ class BlockLayout:
     def __repr__(self) -> str:
         lists = f", lists={list(self._list_shape)}" if self._list_shape else ""
         kind = f", kind={self.kind!r}" if self.kind else ""
+        dilated = f", branches={self.branches.shape[1]}, classes={self.classes}" if self.dilated else ""
         return (
-            f"BlockLayout(seq_q={self.seq_q}, seq_k={self.seq_k}, block={self.block_q}x{self.block_k}{lists}{kind}, "
+            f"BlockLayout(seq_q={self.seq_q}, seq_k={self.seq_k}, block={self.block_q}x{self.block_k}{lists}{kind}"
+            f"{dilated}, "
             f"device={str(self.device)!r})"
         )
-
-
-def _range(stop: int, device: torch.device) -> Tensor:
-    return torch.arange(stop, dtype=torch.int32, device=device)
 
 
 def _block_pair(block_size: int | Sequence[int]) -> tuple[int, int]:
@@ -446,7 +503,7 @@ def _block_pair(block_size: int | Sequence[int]) -> tuple[int, int]:
     return pair
 
 
-def _check_sizes(seq_q: int, seq_k: int, block_size: int | tuple[int, int]) -> tuple[tuple[int, int], tuple[int, int]]:
+def check_sizes(seq_q: int, seq_k: int, block_size: int | tuple[int, int]) -> tuple[tuple[int, int], tuple[int, int]]:
     for name, seq in (("seq_q", seq_q), ("seq_k", seq_k)):
         check_int(name, seq, least=1)
         if seq >= MAX_SEQUENCE:
@@ -456,9 +513,11 @@ def _check_sizes(seq_q: int, seq_k: int, block_size: int | tuple[int, int]) -> t
 
 def _check(layout: BlockLayout) -> None:
     """Refuse lists that are not a layout, before a kernel follows them out of bounds."""
-    lengths, _ = _check_sizes(layout.seq_q, layout.seq_k, layout.blocks)
+    lengths, _ = check_sizes(layout.seq_q, layout.seq_k, layout.blocks)
     if layout.kind is not None:
         raise ValueError(f"kind is found by from_pattern and from_block_mask and cannot be given, got {layout.kind!r}")
+    if layout.classes != 1 or layout.dilated:
+        raise ValueError("classes and branches are made by layout_of_branches and cannot be given")
     if not isinstance(layout.by_query, BlockList):
         raise TypeError(f"by_query must be a BlockList, got {type(layout.by_query).__name__}")
     for name in ("num_heads", "batch_size"):

@@ -2,6 +2,7 @@
 
 from .block_sparse import attention_with_weights, block_sparse_attention
 from .choose import Explanation, explain
+from .dilated import dilated_attention
 from .merge import merge_attention
 from .weights import BlockSparseWeights
 
@@ -10,6 +11,7 @@ __all__ = [
     "Explanation",
     "attention_with_weights",
     "block_sparse_attention",
+    "dilated_attention",
     "explain",
     "merge_attention",
 ]

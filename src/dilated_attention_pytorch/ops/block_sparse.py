@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from ..backends.base import Extras, compute_dtype
 from ..layout import BlockLayout
 from ..patterns import Pattern
+from .checks import refuse_branches
 from .choose import BY_NAME, check_backend, check_call, choose, leave_autocast, request_of
 from .weights import BlockSparseWeights, attention_weights
 
@@ -50,30 +52,48 @@ def block_sparse_attention(
     """
     q, k, v, autocast_off = leave_autocast(q, k, v)
     check_backend(backend)
+    refuse_branches(layout_or_pattern)
     with autocast_off:
         layout, extras = check_call(
             q, k, v, layout_or_pattern, is_causal, scale, dropout_p, key_padding_mask, document_ids, return_lse
         )
-        out, lse = _attend(q, k, v, layout, extras, backend, return_lse=return_lse)
+        out, lse = attend(q, k, v, layout, extras, backend, return_lse=return_lse)
     if not return_lse:
         return out
     assert lse is not None
     return out, lse
 
 
-def _attend(
-    q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, extras: Extras, backend: str, *, return_lse: bool
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: BlockLayout,
+    extras: Extras,
+    backend: str,
+    *,
+    return_lse: bool,
+    parts: Sequence[BlockLayout] = (),
 ) -> tuple[Tensor, Tensor | None]:
-    """A checked call, run by the backend that is chosen for it; lse may be None where it was not asked for."""
+    """A checked call, run by the backend that is chosen for it; lse may be None where it was not asked for.
+
+    Args:
+        parts: layouts that add up to `layout`. The gradient then takes each part's share of a row for a constant.
+    """
     chosen = choose(backend, request_of(q, k, layout, extras, return_lse=return_lse))
     if extras.dropout_p > 0.0:
         extras = extras._replace(seed=torch.randint(2**31, (), device=q.device))
     if hasattr(chosen, "attention"):  # differentiable as it is
+        if parts:
+            return _with_constant_shares([chosen.attention(q, k, v, part, extras) for part in parts])
         return chosen.attention(q, k, v, layout, extras)
     _refuse_forward_mode(q, k, v)
     ordered = getattr(chosen, "ordered", False)
     training = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    tensors, sizes = layout.flatten(ordered=ordered, by_key=ordered and training)
+    tensors, sizes = [], []
+    for each in (layout, *parts):
+        more_tensors, more_sizes = each.flatten(ordered=ordered, by_key=ordered and training)
+        tensors, sizes = tensors + more_tensors, sizes + more_sizes
     return _forward(
         q,
         k,
@@ -89,12 +109,20 @@ def _attend(
     )
 
 
+def _with_constant_shares(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Parts of a row's keys mixed by their denominators, which get no gradient; lse gets its own."""
+    lse = torch.logsumexp(torch.stack([lse for _, lse in parts]), dim=0)
+    shares = [torch.exp(part_lse - torch.where(lse == -torch.inf, 0.0, lse)).detach() for _, part_lse in parts]
+    out = sum(part * share.transpose(1, 2)[..., None] for (part, _), share in zip(parts, shares, strict=True))
+    return out, lse
+
+
 def _refuse_forward_mode(*tensors: Tensor) -> None:
     """PyTorch would drop the tangents of an operator that has no formula for them, and say nothing."""
     if torch.compiler.is_compiling():
         return
     if any(torch.autograd.forward_ad.unpack_dual(x).tangent is not None for x in tensors):
-        raise RuntimeError("block_sparse_attention has no forward-mode derivative; use backend='reference' for it")
+        raise RuntimeError("attention has no forward-mode derivative; use backend='reference' for it")
 
 
 def attention_with_weights(
@@ -113,11 +141,12 @@ def attention_with_weights(
     """`block_sparse_attention` and the weights before dropout, in memory proportional to the active blocks."""
     q, k, v, autocast_off = leave_autocast(q, k, v)
     check_backend(backend)
+    refuse_branches(layout_or_pattern)
     with autocast_off:
         layout, extras = check_call(
             q, k, v, layout_or_pattern, is_causal, scale, dropout_p, key_padding_mask, document_ids, True
         )
-        out, lse = _attend(q, k, v, layout, extras, backend, return_lse=True)
+        out, lse = attend(q, k, v, layout, extras, backend, return_lse=True)
         assert lse is not None
         return out, attention_weights(q, k, lse, layout, extras)
 
@@ -137,7 +166,8 @@ def _forward(
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     extras = Extras(scale, key_padding_mask, document_ids, dropout_p, seed)
-    return BY_NAME[backend].forward(q, k, v, BlockLayout.unflatten(layout, sizes), extras)
+    whole, *_ = BlockLayout.unflatten_all(layout, sizes)
+    return BY_NAME[backend].forward(q, k, v, whole, extras)
 
 
 @_forward.register_fake
@@ -166,7 +196,17 @@ def _backward(
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     extras = Extras(scale, key_padding_mask, document_ids, dropout_p, seed)
-    return BY_NAME[backend].backward(do, dlse, q, k, v, out, lse, BlockLayout.unflatten(layout, sizes), extras)
+    whole, *parts = BlockLayout.unflatten_all(layout, sizes)
+    chosen = BY_NAME[backend]
+    if not parts:
+        return chosen.backward(do, dlse, q, k, v, out, lse, whole, extras)
+    # With the lse of the whole, the weights of a part are its own times its share of the row: a constant.
+    grads: tuple[Tensor, ...] = ()
+    for part in parts:
+        part_out, _ = chosen.forward(q, k, v, part, extras)
+        more = chosen.backward(do, dlse, q, k, v, part_out, lse, part, extras)
+        grads = tuple(total.add_(x) for total, x in zip(grads, more, strict=True)) if grads else more
+    return grads
 
 
 @_backward.register_fake
@@ -207,7 +247,7 @@ _forward.register_autograd(_differentiate, setup_context=_save)
 
 def _no_second_derivative(ctx: Any, *grads: Tensor) -> None:
     raise RuntimeError(
-        "block_sparse_attention has no second derivative; use backend='reference' to differentiate twice"
+        "attention has no second derivative; use backend='reference' to differentiate twice"
     )
 
 

@@ -7,9 +7,9 @@ import operator
 import torch
 from torch import Tensor
 
-from ..layout import BlockLayout, layout_for
-from ..patterns import Causal, Pattern, PerHead, SparsePatternConfig
-from ..patterns.base import pattern_of
+from ..layout import BlockLayout, layout_for, layout_for_branches
+from ..patterns import Branches, Causal, Pattern, PerHead, SparsePatternConfig
+from ..patterns.base import numbered
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 DEFAULT_BLOCK_SIZE = 128
@@ -77,14 +77,27 @@ def check_masks(q: Tensor, k: Tensor, key_padding_mask: Tensor | None, document_
             raise ValueError(f"document_ids needs seq_q <= seq_k (queries are the last keys), got {seq_q} > {seq_k}")
 
 
-def resolve_layout(q: Tensor, k: Tensor, layout_or_pattern: BlockLayout | Pattern, is_causal: bool) -> BlockLayout:
+def refuse_branches(layout_or_pattern: object) -> None:
+    """A key counts once in block-sparse attention."""
+    if isinstance(layout_or_pattern, Branches) or (
+        isinstance(layout_or_pattern, BlockLayout) and layout_or_pattern.dilated
+    ):
+        raise TypeError(
+            f"layout_or_pattern must not be one of dilated attention, where a key may count several times: call "
+            f"dilated_attention, got {layout_or_pattern!r}"
+        )
+
+
+def resolve_layout(
+    q: Tensor, k: Tensor, layout_or_pattern: BlockLayout | Pattern | Branches, is_causal: bool
+) -> BlockLayout:
     """The layout of a call, `is_causal` included."""
     seq_q, seq_k, heads, heads_kv = q.shape[1], k.shape[1], q.shape[2], k.shape[2]
     if isinstance(layout_or_pattern, SparsePatternConfig):
         raise TypeError(
             "layout_or_pattern must be a BlockLayout or a Pattern, got a SparsePatternConfig: pass config.pattern(...)"
         )
-    if isinstance(layout_or_pattern, Pattern):
+    if isinstance(layout_or_pattern, Pattern | Branches):
         if isinstance(layout_or_pattern, PerHead) and len(layout_or_pattern.patterns) not in (heads, heads_kv):
             raise ValueError(
                 f"layout_or_pattern must have a pattern for each of {heads} heads of q or {heads_kv} of k, "
@@ -93,8 +106,8 @@ def resolve_layout(q: Tensor, k: Tensor, layout_or_pattern: BlockLayout | Patter
         if torch.compiler.is_compiling():
             # Plain ints: a graph for each pattern and each pair of lengths.
             number, seq_q, seq_k = (operator.index(n) for n in (layout_or_pattern.number, seq_q, seq_k))
-            return BlockLayout.unflatten(*_as_constants(number, is_causal, seq_q, seq_k, q.device))
-        return _remembered(layout_or_pattern, is_causal, seq_q, seq_k, q.device)
+            return BlockLayout.unflatten(*_as_constants(number, is_causal, seq_q, seq_k, heads, q.device))
+        return _remembered(layout_or_pattern, is_causal, seq_q, seq_k, heads, q.device)
     if not isinstance(layout_or_pattern, BlockLayout):
         raise TypeError(f"layout_or_pattern must be a BlockLayout or a Pattern, got {type(layout_or_pattern).__name__}")
     layout = layout_or_pattern
@@ -114,17 +127,21 @@ def resolve_layout(q: Tensor, k: Tensor, layout_or_pattern: BlockLayout | Patter
     return layout.causal if is_causal else layout
 
 
-def _remembered(pattern: Pattern, is_causal: bool, seq_q: int, seq_k: int, device: torch.device) -> BlockLayout:
+def _remembered(
+    pattern: Pattern | Branches, is_causal: bool, seq_q: int, seq_k: int, heads: int, device: torch.device
+) -> BlockLayout:
+    if isinstance(pattern, Branches):
+        return layout_for_branches(pattern, seq_q, seq_k, heads, is_causal, device)
     pattern = pattern & Causal() if is_causal else pattern
     block_size = min(pattern.block_sizes, default=DEFAULT_BLOCK_SIZE)
     return layout_for(pattern, seq_q, seq_k, block_size, device)
 
 
 def _as_constants(
-    number: int, is_causal: bool, seq_q: int, seq_k: int, device: torch.device
+    number: int, is_causal: bool, seq_q: int, seq_k: int, heads: int, device: torch.device
 ) -> tuple[list[Tensor], list[int], str | None]:
     """The same for torch.compile, which takes a layout as it is instead of tracing how it is built."""
-    layout = _remembered(pattern_of(number), is_causal, seq_q, seq_k, device)
+    layout = _remembered(numbered(number), is_causal, seq_q, seq_k, heads, device)
     walked = device.type == "cuda" and layout.kind is None
     return *layout.flatten(ordered=walked, by_key=walked), layout.kind
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..backends import blockwise, reference, sdpa, triton
 from ..backends.base import Extras, Request
 from ..layout import BlockLayout
-from ..patterns import Pattern
+from ..patterns import Branches, Pattern
 from ..patterns.base import check_flag
 from .checks import check_dropout, check_masks, check_qkv, check_scale, resolve_layout
 
@@ -69,7 +69,7 @@ def explain(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    layout_or_pattern: BlockLayout | Pattern,
+    layout_or_pattern: BlockLayout | Pattern | Branches,
     *,
     is_causal: bool = False,
     scale: float | None = None,
@@ -79,7 +79,10 @@ def explain(
     return_lse: bool = False,
     backend: str = "auto",
 ) -> Explanation:
-    """Which backend `block_sparse_attention` would run with the same arguments, and why no other. Computes nothing."""
+    """Which backend `block_sparse_attention` would run with the same arguments, and why no other. Computes nothing.
+
+    With `Branches` in place of the pattern, the same for `dilated_attention`.
+    """
     q, k, v, _ = leave_autocast(q, k, v)
     layout, extras = check_call(
         q, k, v, layout_or_pattern, is_causal, scale, dropout_p, key_padding_mask, document_ids, return_lse
@@ -118,7 +121,7 @@ def check_call(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    layout_or_pattern: BlockLayout | Pattern,
+    layout_or_pattern: BlockLayout | Pattern | Branches,
     is_causal: bool,
     scale: float | None,
     dropout_p: float,

@@ -10,6 +10,7 @@ position `i + seq_k − seq_q`; for equal lengths that is `i`.
 
 from .base import And, Or, Pattern, PerHead
 from .blocks import Blocks, DilatedBlocks, GlobalBlocks, LocalBlocks, RandomBlocks, hierarchical
+from .branches import Branches
 from .config import HIERARCHICAL_PRESETS, SparsePatternConfig
 from .tokens import Causal, Documents, Full, GlobalTokens, SlidingWindow
 
@@ -17,6 +18,7 @@ __all__ = [
     "HIERARCHICAL_PRESETS",
     "And",
     "Blocks",
+    "Branches",
     "Causal",
     "DilatedBlocks",
     "Documents",

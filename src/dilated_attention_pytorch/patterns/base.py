@@ -6,19 +6,19 @@ import abc
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import NoReturn
+from typing import Any, NoReturn, Self
 from weakref import WeakValueDictionary
 
 _numbers = count()
-_living: WeakValueDictionary[int, Pattern] = WeakValueDictionary()
+_living: WeakValueDictionary[int, Numbered] = WeakValueDictionary()
 
 
-class Pattern(abc.ABC):
-    """A rule on positions: may query *i* see key *j*? Subclasses are frozen dataclasses of integers."""
+class Numbered:
+    """A value that can be found again by a number: torch.compile takes a number as a constant, not every object."""
 
     number: int  # of this object in this process; not part of the value
 
-    def __new__(cls, *args: object, **kwargs: object) -> Pattern:
+    def __new__(cls, *args: object, **kwargs: object) -> Self:
         self = super().__new__(cls)
         object.__setattr__(self, "number", next(_numbers))
         _living[self.number] = self
@@ -26,6 +26,15 @@ class Pattern(abc.ABC):
 
     def __getstate__(self) -> dict[str, object]:
         return {name: value for name, value in self.__dict__.items() if name != "number"}
+
+
+def numbered(number: int) -> Any:
+    """The value with this number."""
+    return _living[number]
+
+
+class Pattern(Numbered, abc.ABC):
+    """A rule on positions: may query *i* see key *j*? Subclasses are frozen dataclasses of integers."""
 
     @abc.abstractmethod
     def allows(self, query: int, key: int, seq_q: int, seq_k: int) -> bool:
@@ -44,11 +53,6 @@ class Pattern(abc.ABC):
 
     def __bool__(self) -> NoReturn:
         raise TypeError(f"{self} has no truth value; combine patterns with & and |, not with 'and' and 'or'")
-
-
-def pattern_of(number: int) -> Pattern:
-    """The pattern object with this number. torch.compile takes a number as a constant, but not every object."""
-    return _living[number]
 
 
 def _combine(kind: type[And] | type[Or], left: Pattern, right: object) -> Pattern:

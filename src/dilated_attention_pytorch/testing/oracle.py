@@ -72,7 +72,7 @@ def errors_of_eager(case: Case, expected: tuple[Tensor, ...]) -> list[float]:
     extras = Extras(scale, case.key_padding_mask, case.document_ids)
     keys, values = (x.repeat_interleave(heads // x.shape[2], dim=2) for x in (k, v))
     scores = torch.einsum("bqhd,bkhd->bhqk", q, keys) * scale
-    hidden = ~reference.allowed_pairs(layout, heads, extras)
+    hidden = reference.counted_pairs(layout, heads, extras) == 0
     empty = hidden.all(-1, keepdim=True).expand(*scores.shape[:-1], 1)
     scores = scores.masked_fill(hidden & ~empty, -torch.inf)
     weights = torch.softmax(scores, -1).masked_fill(empty, 0.0)

@@ -1,0 +1,208 @@
+"""The layout of LongNet's branches: dilated attention as lists of blocks.
+
+A branch keeps every r-th token of a segment, so a block of neighbouring tokens would be kept in part, everywhere. But
+tokens of one residue class modulo the lcm of the dilations are kept together or not at all: the layout takes its blocks
+class by class (`BlockLayout.classes`), and between two such blocks either no pair counts, or every pair equally often.
+That number stands beside the block: a key that three branches hold is read once and counts three times.
+
+Only where a segment ends inside a block, or a dilation does not divide the number of classes, is a block mixed: its
+pairs are then counted one by one from `branches`, int32 [lists, branches, 3]: segment length, dilation, offset. Any
+number of classes is right; `_cheapest` picks one that leaves little mixed.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from ..patterns.base import check_int
+from ..patterns.blocks import ceil_div
+from ..patterns.branches import Branches
+from ..patterns.tokens import EVERYTHING, Interval
+from .build import ragged
+from .layout import MAX_SEQUENCE, NO_DOCUMENTS, BlockLayout, check_sizes
+from .lists import BlockList
+
+BLOCK_SIZES = (128, 64)
+MAX_CLASSES = 512
+
+
+def layout_of_branches(
+    branches: Branches,
+    seq_q: int,
+    seq_k: int | None = None,
+    *,
+    num_heads: int,
+    is_causal: bool = False,
+    block_size: int | None = None,
+    classes: int | None = None,
+    device: torch.device | str | None = None,
+) -> BlockLayout:
+    """The blocks of dilated attention for these lengths and query heads.
+
+    Args:
+        block_size, classes: chosen if they are not given; every choice is exact.
+    """
+    seq_k = seq_q if seq_k is None else seq_k
+    check_int("num_heads", num_heads, least=1)
+    if block_size is None or classes is None:
+        block_size, classes = _cheapest(branches, max(seq_q, seq_k), block_size, classes)
+    check_int("classes", classes, least=1)
+    check_sizes(seq_q, seq_k, block_size)
+    device = torch.device("cpu" if device is None else device)
+    heads = [_clipped(branches.of_head(head, num_heads)) for head in range(num_heads)]
+    heads = heads[:1] if len(set(heads)) == 1 else heads
+    queries = _Side(seq_q, block_size, classes, seq_k - seq_q, device)
+    keys = _Side(seq_k, block_size, classes, 0, device)
+    lists = {head: _find_blocks(head, queries, keys, is_causal) for head in dict.fromkeys(heads)}
+    interval = EVERYTHING & Interval(right=0) if is_causal else EVERYTHING
+    dense = all(w >= seq_k and r == 1 for w, r, _ in heads[0]) and len(branches) == 1
+    return BlockLayout(
+        seq_q=seq_q,
+        seq_k=seq_k,
+        block_q=block_size,
+        block_k=block_size,
+        by_query=BlockList.concat(lists[head] for head in heads),
+        num_heads=num_heads if len(heads) > 1 else None,
+        rules=torch.tensor([[interval]], dtype=torch.int32, device=device),
+        documents=NO_DOCUMENTS.to(device),
+        kind=("causal" if is_causal else "full") if dense else None,
+        classes=classes,
+        branches=torch.tensor(heads, dtype=torch.int32, device=device),
+        checked=True,
+    )
+
+
+def _clipped(head: tuple[tuple[int, int, int], ...]) -> tuple[tuple[int, int, int], ...]:
+    """The same branches in numbers that fit: no sequence is longer than `MAX_SEQUENCE`."""
+    return tuple((min(w, MAX_SEQUENCE), min(r, MAX_SEQUENCE), offset) for w, r, offset in head)
+
+
+def _cheapest(branches: Branches, seq: int, block_size: int | None, classes: int | None) -> tuple[int, int]:
+    """Block size and classes with the least work: blocks that are read, by the length of their segments.
+
+    A branch costs w / r² pairs a token. A dilation that shares only g of its r with the classes costs (r / g)² times
+    that, a segment that is not whole blocks costs the blocks at its ends; small blocks cost a little more each.
+    """
+    candidates = {1}
+    for r in branches.dilation_rates:
+        candidates |= {c for c in (math.lcm(c, r) for c in candidates) if c <= min(MAX_CLASSES, seq)}
+
+    def cost(size: int, classes: int) -> float:
+        total, block = 0.0, size * classes
+        for w, r in zip(branches.segment_lengths, branches.dilation_rates, strict=True):
+            w = min(w, seq)
+            ends = 1.0 if w % block == 0 else (1.0 + block / w) ** 2
+            total += w / math.gcd(r, classes) ** 2 * ends
+        return total * (1.0 + 8.0 / size)
+
+    choices = [
+        (cost(size, c), -size, c)
+        for size in (BLOCK_SIZES if block_size is None else (block_size,))
+        for c in (candidates if classes is None else (classes,))
+    ]
+    _, size, classes = min(choices)
+    return -size, classes
+
+
+@dataclass(frozen=True)
+class _Side:
+    """The blocks of the queries or of the keys, by the positions of their tokens."""
+
+    seq: int
+    block: int
+    classes: int
+    shift: int  # from a token's number to its position
+    device: torch.device
+
+    @property
+    def per_class(self) -> int:
+        return ceil_div(ceil_div(self.seq, self.classes), self.block)
+
+    @property
+    def num_blocks(self) -> int:
+        return self.classes * self.per_class
+
+    @cached_property
+    def residue(self) -> Tensor:
+        """[blocks] the class that a block's tokens are in."""
+        return torch.arange(self.num_blocks, device=self.device) // self.per_class
+
+    @cached_property
+    def first(self) -> Tensor:
+        """[blocks] position of the first token; of a block without tokens, beyond the last."""
+        row = torch.arange(self.num_blocks, device=self.device) % self.per_class * self.block
+        return row * self.classes + self.residue + self.shift
+
+    @cached_property
+    def end(self) -> Tensor:
+        """[blocks] position of the last token there would be, were the sequence endless."""
+        return self.first + (self.block - 1) * self.classes
+
+    @cached_property
+    def last(self) -> Tensor:
+        """[blocks] position of the last token there is."""
+        last = (self.seq - 1 - self.residue) // self.classes * self.classes + self.residue + self.shift
+        return torch.minimum(self.end, last)
+
+
+def _find_blocks(head: tuple[tuple[int, int, int], ...], queries: _Side, keys: _Side, is_causal: bool) -> BlockList:
+    """The list of one head: blocks in which some pair may count, and how often if all count alike."""
+    found, uniform = [], []
+    for segment, dilation, offset in head:
+        if offset >= segment:
+            continue  # the head keeps no token of any segment
+        query_block, key_block, alike = _of_branch(segment, dilation, offset, queries, keys)
+        found.append(query_block * keys.num_blocks + key_block)
+        uniform.append(alike)
+    none = torch.zeros(0, dtype=torch.int64, device=queries.device)
+    every, inverse = torch.unique(torch.cat([none, *found]), return_inverse=True)
+    alike = torch.cat([none.bool(), *uniform])
+    times = torch.zeros_like(every).index_add_(0, inverse, alike.long())
+    mixed = torch.zeros_like(every).index_add_(0, inverse, (~alike).long())
+    times = torch.where(mixed > 0, 0, times)
+    query_block, key_block = every // keys.num_blocks, every % keys.num_blocks
+    partial = (times == 0) | (keys.end[key_block] >= keys.seq)
+    if is_causal:
+        seen = keys.first[key_block] <= queries.last[query_block]
+        partial |= keys.last[key_block] > queries.first[query_block]
+        query_block, key_block, partial, times = (x[seen] for x in (query_block, key_block, partial, times))
+    return BlockList.pack(query_block, key_block, partial, times, queries.num_blocks)
+
+
+def _of_branch(
+    segment: int, dilation: int, offset: int, queries: _Side, keys: _Side
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Pairs of blocks that share a segment and a phase, and whether the branch keeps every token of both."""
+    device, classes = queries.device, queries.classes
+    shared = math.gcd(dilation, classes)
+    # Every segment that a query block reaches into,
+    low, high = queries.first.clamp(min=0) // segment, queries.last // segment
+    there = (queries.last >= 0) & (queries.first <= queries.last)
+    query_block, at = ragged(
+        torch.arange(queries.num_blocks, device=device), low, torch.where(there, high - low + 1, 0)
+    )
+    phase = (at * segment + offset) % shared
+    start = at * segment
+    kept = ((queries.residue[query_block] + queries.shift) % shared == phase) & (start + offset < keys.seq)
+    query_block, at, phase, start = (x[kept] for x in (query_block, at, phase, start))
+    stop = (start + segment).clamp(max=keys.seq)
+    inside = (queries.first[query_block] >= start) & (queries.last[query_block] < stop)
+    # the classes that the head keeps there, and their blocks of keys.
+    residue = (phase[:, None] + torch.arange(0, classes, shared, device=device)).flatten()
+    query_block, start, stop, inside = (
+        x.repeat_interleave(classes // shared) for x in (query_block, start, stop, inside)
+    )
+    row = (start - residue + classes - 1) // classes
+    last_row = (stop - 1 - residue) // classes
+    block = row // keys.block
+    which, key_row = ragged(
+        torch.arange(len(row), device=device), block, torch.where(last_row >= row, last_row // keys.block - block + 1, 0)
+    )
+    key_block = residue[which] * keys.per_class + key_row
+    alike = inside[which] & (keys.first[key_block] >= start[which]) & (keys.last[key_block] < stop[which])
+    return query_block[which], key_block, alike & (dilation == shared)

@@ -1,0 +1,67 @@
+"""`dilated_attention`: LongNet's branches as one softmax over the multiset of their keys."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from ..patterns import Branches
+from ..patterns.base import check_flag
+from .block_sparse import attend
+from .checks import resolve_layout
+from .choose import check_backend, check_call, leave_autocast
+
+
+def dilated_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    segment_lengths: Sequence[int],
+    dilation_rates: Sequence[int],
+    is_causal: bool = False,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    key_padding_mask: Tensor | None = None,
+    head_offsets: str = "interleaved",
+    detach_branch_weights: bool = False,
+    return_lse: bool = False,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Exact dilated attention: branches mixed by their softmax denominators, which is one softmax over all their keys.
+
+    Branch (w, r) cuts the sequence into segments of w tokens, the last as long as it is; in each, head h keeps the
+    tokens at offset o(h) with step r, and those attend to each other. A key that m branches hold counts m times.
+
+    Args:
+        q: (batch, seq_q, heads, head_dim), float64, float32, bfloat16 or float16.
+        k, v: (batch, seq_k, heads_kv, head_dim) with heads a multiple of heads_kv. The last query stands at the
+            position of the last key. Offsets are those of the query heads.
+        segment_lengths, dilation_rates: w and r of each branch: any positive integers, for any length.
+        is_causal: also hide every key that comes after the query.
+        scale, key_padding_mask, return_lse, backend: as in `block_sparse_attention`.
+        dropout_p: share of the weights that is dropped, in [0, 1); a key that counts m times is kept or dropped as one.
+        head_offsets: o(h): "interleaved", h mod r as in the paper, or "grouped", h // ceil(heads / r) as in torchscale.
+        detach_branch_weights: leave the branches' mixing weights out of the gradient, as torchscale trains. The result
+            is the same, the gradient is not that of the result.
+
+    Returns:
+        out like q, or (out, lse). A query that no branch keeps gives out 0, lse −inf and no gradient.
+    """
+    q, k, v, autocast_off = leave_autocast(q, k, v)
+    check_backend(backend)
+    check_flag("detach_branch_weights", detach_branch_weights)
+    branches = Branches(segment_lengths, dilation_rates, head_offsets)
+    with autocast_off:
+        layout, extras = check_call(
+            q, k, v, branches, is_causal, scale, dropout_p, key_padding_mask, None, return_lse
+        )
+        parts = []
+        if detach_branch_weights and len(branches) > 1:
+            parts = [resolve_layout(q, k, branch, is_causal) for branch in branches.alone()]
+        out, lse = attend(q, k, v, layout, extras, backend, return_lse=return_lse, parts=parts)
+    if not return_lse:
+        return out
+    assert lse is not None
+    return out, lse

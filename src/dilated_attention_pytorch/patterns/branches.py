@@ -1,0 +1,61 @@
+"""LongNet's branches: who attends to whom in dilated attention, and how often."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .base import Numbered
+from .blocks import ceil_div, check_branches
+
+HEAD_OFFSETS = ("interleaved", "grouped")
+
+
+@dataclass(frozen=True)
+class Branches(Numbered):
+    """Branches (segment length w, dilation r): in each segment of w tokens a head keeps every r-th token.
+
+    Kept tokens of a segment attend to each other; a key that several branches hold counts once for each. This is not a
+    pattern (a pattern allows a pair or does not) but what `dilated_attention` computes over.
+
+    Args:
+        segment_lengths, dilation_rates: w and r of each branch, any positive integers.
+        head_offsets: which token of a segment a head keeps first: "interleaved", the paper's head mod r, or "grouped",
+            torchscale's head // ceil(heads / r).
+    """
+
+    segment_lengths: Sequence[int]
+    dilation_rates: Sequence[int]
+    head_offsets: str = "interleaved"
+
+    def __post_init__(self) -> None:
+        check_branches(self.segment_lengths, self.dilation_rates)
+        object.__setattr__(self, "segment_lengths", tuple(self.segment_lengths))
+        object.__setattr__(self, "dilation_rates", tuple(self.dilation_rates))
+        if self.head_offsets not in HEAD_OFFSETS:
+            raise ValueError(f"head_offsets must be one of {list(HEAD_OFFSETS)}, got {self.head_offsets!r}")
+
+    def __len__(self) -> int:
+        return len(self.segment_lengths)
+
+    def of_head(self, head: int, num_heads: int) -> tuple[tuple[int, int, int], ...]:
+        """(segment length, dilation, offset) of each branch for one of `num_heads` query heads."""
+        if self.head_offsets == "interleaved":
+            offsets = [head % r for r in self.dilation_rates]
+        else:
+            offsets = [head // ceil_div(num_heads, r) for r in self.dilation_rates]
+        return tuple(zip(self.segment_lengths, self.dilation_rates, offsets, strict=True))
+
+    def alone(self) -> list[Branches]:
+        """Each branch by itself."""
+        return [
+            Branches((w,), (r,), self.head_offsets)
+            for w, r in zip(self.segment_lengths, self.dilation_rates, strict=True)
+        ]
+
+    def times(self, query: int, key: int, head: int, num_heads: int) -> int:
+        """How often the query at position `query` counts the key at position `key`."""
+        return sum(
+            query // w == key // w and query % w % r == key % w % r == offset
+            for w, r, offset in self.of_head(head, num_heads)
+        )
