@@ -90,7 +90,7 @@ def _cheapest(branches: Branches, seq: int, block_size: int | None, classes: int
     """
     candidates = {1}
     for r in branches.dilation_rates:
-        candidates |= {c for c in (math.lcm(c, r) for c in candidates) if c <= min(MAX_CLASSES, seq)}
+        candidates |= {c for c in (math.lcm(c, r) for c in candidates) if c <= MAX_CLASSES}
 
     def cost(size: int, classes: int) -> float:
         total, block = 0.0, size * classes
@@ -104,6 +104,7 @@ def _cheapest(branches: Branches, seq: int, block_size: int | None, classes: int
         (cost(size, c), -size, c)
         for size in (BLOCK_SIZES if block_size is None else (block_size,))
         for c in (candidates if classes is None else (classes,))
+        if c == 1 or c == classes or c * size <= seq  # a class fills at least one block
     ]
     _, size, classes = min(choices)
     return -size, classes
