@@ -16,10 +16,11 @@ from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonTensorDescriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from dilated_attention_pytorch import BlockLayout, Documents, Full, GlobalTokens, PerHead, SlidingWindow
+from dilated_attention_pytorch import BlockLayout, Branches, Documents, Full, GlobalTokens, PerHead, SlidingWindow
 from dilated_attention_pytorch.backends import triton as backend
 from dilated_attention_pytorch.backends.base import Extras
 from dilated_attention_pytorch.kernels import hopper_backward, hopper_forward, launch
+from dilated_attention_pytorch.layout import layout_of_branches
 
 OPTIONS = ("num_warps", "num_stages", "maxnreg")
 SHORT = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
@@ -103,10 +104,11 @@ CALLS = {
     "few rows, large heads": {"head_dim": 256, "dtype": torch.bfloat16, "block": 32, "heads_kv": 4},
     "single precision": {"head_dim": 128, "dtype": torch.float32, "block": 64},
     "everything": {"head_dim": 128, "dtype": torch.bfloat16, "everything": True},
+    "dilated": {"head_dim": 128, "dtype": torch.bfloat16, "dilated": True},
 }
 
 
-def launches_of(capability, *, head_dim, dtype, block=128, heads_kv=2, everything=False):
+def launches_of(capability, *, head_dim, dtype, block=128, heads_kv=2, everything=False, dilated=False):
     """What forward and backward of a call launch."""
     seq, heads = 512, 4
     pattern = SlidingWindow(100, 0)
@@ -116,6 +118,9 @@ def launches_of(capability, *, head_dim, dtype, block=128, heads_kv=2, everythin
         padding, ids = torch.zeros(1, seq, dtype=torch.bool), torch.zeros(1, seq, dtype=torch.int64)
         extras = Extras(-1.0, padding, ids, 0.1, torch.tensor(3))
     layout = BlockLayout.from_pattern(pattern, seq, block_size=block)
+    if dilated:
+        branches = Branches([128, 512], [1, 2])
+        layout = layout_of_branches(branches, seq, num_heads=heads, is_causal=True, block_size=block)
     q, do = (torch.empty(1, seq, heads, head_dim, dtype=dtype) for _ in range(2))
     k, v = (torch.empty(1, seq, heads_kv, head_dim, dtype=dtype) for _ in range(2))
     with recorded(capability) as launches:

@@ -7,23 +7,38 @@ for whole blocks; with delta = Σ out · dout − dlse, a row's score gradients 
 import triton
 import triton.language as tl
 
-from .common import count_tiles, kept, list_of, load_rows, load_tile, load_work, pairs_allowed, store_rows, tile_at
+from .common import (
+    count_tiles,
+    counted,
+    kept,
+    list_of,
+    load_rows,
+    load_tile,
+    load_work,
+    log_times,
+    padded,
+    pairs_allowed,
+    store_rows,
+    tile_at,
+    token_at,
+)
 from .forward import LOG2E, VARYING, weights_of
 
 
-@triton.jit(do_not_specialize=["heads", "seq_q", "padded_q"])
+@triton.jit(do_not_specialize=["heads", "seq_q", "padded_q", "classes"])
 def rows_kernel(
-    out, grad, dlse, lse, row_lse, delta, g_b, g_s, g_h, heads, seq_q, padded_q,
+    out, grad, dlse, lse, row_lse, delta, g_b, g_s, g_h, heads, seq_q, padded_q, classes,
     D: tl.constexpr, PADDED_D: tl.constexpr, TILE: tl.constexpr, NATURAL: tl.constexpr,
 ):  # fmt: skip
     """What the other kernels need of each row, for a tile of queries of one head: lse in their units, and delta.
 
-    Rows without keys, and those that fill up the last block, get +inf, so that no weight comes of them, and 0.
+    It is stored in the order of blocks. Rows without keys, and those that fill up the last block, get +inf, so that no weight comes of them, and 0.
     """
     num_tiles = padded_q // TILE
     which = tl.program_id(0) // num_tiles
     sample, head = (which // heads).to(tl.int64), which % heads
-    query = tl.program_id(0) % num_tiles * TILE + tl.arange(0, TILE)
+    place = tl.program_id(0) % num_tiles * TILE + tl.arange(0, TILE)
+    query = place % (padded_q // classes) * classes + place // (padded_q // classes)
     real = query < seq_q
     outs = load_rows(out + (sample * seq_q * heads + head) * D, query, heads * D, real, D, PADDED_D)
     grads = load_rows(grad + sample * g_b + head.to(tl.int64) * g_h, query, g_s, real, D, PADDED_D)
@@ -31,7 +46,7 @@ def rows_kernel(
     value = tl.sum(outs.to(tl.float32) * grads.to(tl.float32), 1) - tl.load(dlse + at, mask=real, other=0.0)
     natural = tl.load(lse + at, mask=real, other=float("-inf"))
     empty = natural == float("-inf")
-    at = (sample * heads + head) * padded_q + query
+    at = (sample * heads + head) * padded_q + place
     tl.store(row_lse + at, tl.where(empty, float("inf"), natural if NATURAL else natural * LOG2E))
     tl.store(delta + at, tl.where(empty, 0.0, value))
 
@@ -39,14 +54,14 @@ def rows_kernel(
 @triton.jit(do_not_specialize=VARYING)
 def dq_kernel(
     q, k, v, grad, lse, delta, dq,
-    indices, rule_ids, work, rules, documents, padding, document_ids, seed,
+    indices, rule_ids, work, rules, documents, branches, padding, document_ids, seed,
     q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, g_b, g_s, g_h,
-    heads, group, seq_q, seq_k, num_blocks, lists_a_sample, heads_a_list, num_intervals,
+    heads, group, seq_q, seq_k, num_blocks, lists_a_sample, heads_a_list, num_intervals, num_branches, classes,
     scale, scale_out, threshold, keep_scale,
     D: tl.constexpr, PADDED_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     TILE_Q: tl.constexpr, TILE_K: tl.constexpr, PACK: tl.constexpr, TMA: tl.constexpr, FLIP: tl.constexpr,
     NAMED: tl.constexpr, SINGLE: tl.constexpr, DOCUMENTS: tl.constexpr, PADDING: tl.constexpr,
-    DOCUMENT_IDS: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    DOCUMENT_IDS: tl.constexpr, DROPOUT: tl.constexpr, DILATED: tl.constexpr, PRECISION: tl.constexpr,
     NATURAL: tl.constexpr,
 ):  # fmt: skip
     """dq of one tile: the walk of the forward kernel."""
@@ -56,11 +71,12 @@ def dq_kernel(
     place, which = pid % num_tiles, pid // num_tiles
     packs = heads // PACK
     sample, head = which // packs, which % packs * PACK
-    rows_before = list_of(sample, head, lists_a_sample, heads_a_list) * num_blocks
-    block, start, split, stop = load_work(work, rows_before + place // TILES)
+    which_list = list_of(sample, head, lists_a_sample, heads_a_list)
+    block, start, split, stop = load_work(work, which_list * num_blocks + place // TILES)
 
     lane = tl.arange(0, PACK * TILE_Q)
-    query = block * BLOCK_Q + place % TILES * TILE_Q + lane % TILE_Q
+    own = block * BLOCK_Q + place % TILES * TILE_Q + lane % TILE_Q
+    query = token_at(own, seq_q, classes, BLOCK_Q, DILATED)
     query_head = head + lane // TILE_Q
     real = query < seq_q
     key_head = head // group
@@ -68,7 +84,7 @@ def dq_kernel(
     k_base, v_base = sample_64 * k_b + key_head.to(tl.int64) * k_h, sample_64 * v_b + key_head.to(tl.int64) * v_h
     queries = load_rows(q + sample_64 * q_b, query_64 * q_s + head_64 * q_h, 1, real, D, PADDED_D)
     grads = load_rows(grad + sample_64 * g_b, query_64 * g_s + head_64 * g_h, 1, real, D, PADDED_D)
-    of_row = (sample_64 * heads + query_head) * (num_blocks * BLOCK_Q) + query
+    of_row = (sample_64 * heads + query_head) * (num_blocks * BLOCK_Q) + own
     row_lse, row_delta = tl.load(lse + of_row), tl.load(delta + of_row)
 
     dqueries = tl.zeros([PACK * TILE_Q, PADDED_D], tl.float32)
@@ -77,13 +93,23 @@ def dq_kernel(
     for MASKED in tl.static_range(2):
         first = masked_from if MASKED else start
         for i in range(num_masked if MASKED else num_full):
-            entry, begin, key = tile_at(indices, first, i, stop, BLOCK_K, TILE_K)
+            entry, begin, at = tile_at(indices, first, i, stop, BLOCK_K, TILE_K)
+            key = token_at(at, seq_k, classes, BLOCK_K, DILATED)
             keys = load_tile(k, k_base, sample, key_head, begin, key, k_s, seq_k, D, PADDED_D, TILE_K, TMA)
             values = load_tile(v, v_base, sample, key_head, begin, key, v_s, seq_k, D, PADDED_D, TILE_K, TMA)
             scores = tl.dot(queries, keys.T, input_precision=PRECISION)
             if FLIP:
                 scores = -scores
-            weights = weights_of(scores * scale - row_lse[:, None], NATURAL)
+            raised = 0.0
+            if DILATED:
+                times = tl.load(rule_ids + entry)
+                raised = log_times(times, NATURAL)
+                if MASKED:
+                    scores = counted(
+                        scores, times, query[:, None], key[None, :], which_list, branches, num_branches, seq_q, seq_k,
+                        scale, NATURAL,
+                    )  # fmt: skip
+            weights = weights_of(scores * scale - (row_lse - raised)[:, None], NATURAL)
             if MASKED or PADDING or DOCUMENT_IDS:
                 seen = pairs_allowed(
                     query[:, None], key[None, :], entry[None, :] if GATHERED else entry, split, stop, sample,
@@ -105,14 +131,14 @@ def dq_kernel(
 @triton.jit(do_not_specialize=VARYING)
 def dkv_kernel(
     q, k, v, grad, lse, delta, dk, dv,
-    offsets, splits, indices, rule_ids, work, rules, documents, padding, document_ids, seed,
+    offsets, splits, indices, rule_ids, work, rules, documents, branches, padding, document_ids, seed,
     q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, g_b, g_s, g_h,
-    heads, group, seq_q, seq_k, num_blocks, lists_a_sample, heads_a_list, num_intervals,
+    heads, group, seq_q, seq_k, num_blocks, lists_a_sample, heads_a_list, num_intervals, num_branches, classes,
     scale, scale_out, threshold, keep_scale,
     D: tl.constexpr, PADDED_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     TILE_Q: tl.constexpr, TILE_K: tl.constexpr, PACK: tl.constexpr, TMA: tl.constexpr, FLIP: tl.constexpr,
     NAMED: tl.constexpr, SINGLE: tl.constexpr, DOCUMENTS: tl.constexpr, PADDING: tl.constexpr,
-    DOCUMENT_IDS: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    DOCUMENT_IDS: tl.constexpr, DROPOUT: tl.constexpr, DILATED: tl.constexpr, PRECISION: tl.constexpr,
     NATURAL: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of one tile of keys: it walks the query blocks that see it, for each query head of its key head.
@@ -128,19 +154,21 @@ def dkv_kernel(
     first_list = list_of(sample, key_head * group, lists_a_sample, heads_a_list)
     block, _, _, _ = load_work(work, first_list * num_blocks + place // TILES)
 
-    key = block * BLOCK_K + place % TILES * TILE_K + tl.arange(0, TILE_K)
+    own = block * BLOCK_K + place % TILES * TILE_K + tl.arange(0, TILE_K)
+    key = token_at(own, seq_k, classes, BLOCK_K, DILATED)
     real_key = key < seq_k
     sample_64, key_head_64 = sample.to(tl.int64), key_head.to(tl.int64)
     keys = load_rows(k + sample_64 * k_b + key_head_64 * k_h, key, k_s, real_key, D, PADDED_D)
     values = load_rows(v + sample_64 * v_b + key_head_64 * v_h, key, v_s, real_key, D, PADDED_D)
 
-    padded_q = tl.cdiv(seq_q, BLOCK_Q) * BLOCK_Q
+    padded_q = padded(seq_q, classes, BLOCK_Q)
     dkeys = tl.zeros([TILE_K, PADDED_D], tl.float32)
     dvalues = tl.zeros([TILE_K, PADDED_D], tl.float32)
     GATHERED: tl.constexpr = TILE_Q > BLOCK_Q
     for member in range(group):
         head = key_head * group + member
-        row = list_of(sample, head, lists_a_sample, heads_a_list) * num_blocks + block
+        which_list = list_of(sample, head, lists_a_sample, heads_a_list)
+        row = which_list * num_blocks + block
         q_base, g_base = sample_64 * q_b + head.to(tl.int64) * q_h, sample_64 * g_b + head.to(tl.int64) * g_h
         of_head = (sample_64 * heads + head) * padded_q
         start, split, stop = tl.load(offsets + row), tl.load(splits + row), tl.load(offsets + row + 1)
@@ -148,14 +176,24 @@ def dkv_kernel(
         for MASKED in tl.static_range(2):
             first = masked_from if MASKED else start
             for i in range(num_masked if MASKED else num_full):
-                entry, begin, query = tile_at(indices, first, i, stop, BLOCK_Q, TILE_Q)
+                entry, begin, at = tile_at(indices, first, i, stop, BLOCK_Q, TILE_Q)
+                query = token_at(at, seq_q, classes, BLOCK_Q, DILATED)
                 queries = load_tile(q, q_base, sample, head, begin, query, q_s, seq_q, D, PADDED_D, TILE_Q, TMA)
                 grads = load_tile(grad, g_base, sample, head, begin, query, g_s, seq_q, D, PADDED_D, TILE_Q, TMA)
-                row_lse, row_delta = tl.load(lse + of_head + query), tl.load(delta + of_head + query)
+                row_lse, row_delta = tl.load(lse + of_head + at), tl.load(delta + of_head + at)
                 scores = tl.dot(keys, queries.T, input_precision=PRECISION)
                 if FLIP:
                     scores = -scores
-                weights = weights_of(scores * scale - row_lse[None, :], NATURAL)
+                raised = 0.0
+                if DILATED:
+                    times = tl.load(rule_ids + entry)
+                    raised = log_times(times, NATURAL)
+                    if MASKED:
+                        scores = counted(
+                            scores, times, query[None, :], key[:, None], which_list, branches, num_branches,
+                            seq_q, seq_k, scale, NATURAL,
+                        )  # fmt: skip
+                weights = weights_of(scores * scale - (row_lse - raised)[None, :], NATURAL)
                 if MASKED or PADDING or DOCUMENT_IDS:
                     seen = pairs_allowed(
                         query[None, :], key[:, None], entry[None, :] if GATHERED else entry, split, stop, sample,

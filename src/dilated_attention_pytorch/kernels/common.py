@@ -5,6 +5,9 @@ that tile, so the same functions serve both orders.
 
 A list of blocks is walked in tiles of `TILE` tokens. Tiles are parts of one block or gather several; the full blocks
 that fill whole tiles come first and need no mask, then the rest of the full ones together with the partial ones.
+
+In layouts of dilated attention (DILATED; see `layout.branches`) blocks take every `classes`-th token, a tile is never
+larger than a block, and `rule_ids` says how often the pairs of a block count.
 """
 
 import triton
@@ -39,21 +42,38 @@ def count_tiles(start, split, stop, BLOCK: tl.constexpr, TILE: tl.constexpr):
 
 
 @triton.jit
-def tile_at(indices, first, i, stop, BLOCK: tl.constexpr, TILE: tl.constexpr):
-    """Tile `i` of the blocks from entry `first` on: its entry, its first token, and the tokens of its lanes.
+def padded(seq, classes, BLOCK: tl.constexpr):
+    """Tokens of whole blocks."""
+    return classes * tl.cdiv(tl.cdiv(seq, classes), BLOCK) * BLOCK
 
-    Where a tile gathers several blocks the entry is one for each lane, and there is no first token.
+
+@triton.jit
+def token_at(place, seq, classes, BLOCK: tl.constexpr, DILATED: tl.constexpr):
+    """The token at a place in the order of blocks."""
+    if DILATED:
+        rows = padded(seq, classes, BLOCK) // classes
+        token = place % rows * classes + place // rows
+    else:
+        token = place
+    return token
+
+
+@triton.jit
+def tile_at(indices, first, i, stop, BLOCK: tl.constexpr, TILE: tl.constexpr):
+    """Tile `i` of the blocks from entry `first` on: its entry, its first place, and the places of its lanes.
+
+    Where a tile gathers several blocks the entry is one for each lane, and there is no first place.
     """
     lane = tl.arange(0, TILE)
     if TILE <= BLOCK:
         entry = first + i // (BLOCK // TILE)
         begin = tl.load(indices + entry) * BLOCK + (i % (BLOCK // TILE)) * TILE
-        token = begin + lane
+        place = begin + lane
     else:
         entry = first + i * (TILE // BLOCK) + lane // BLOCK
         begin = 0
-        token = tl.load(indices + entry, mask=entry < stop, other=0) * BLOCK + lane % BLOCK
-    return entry, begin, token
+        place = tl.load(indices + entry, mask=entry < stop, other=0) * BLOCK + lane % BLOCK
+    return entry, begin, place
 
 
 @triton.jit
@@ -106,6 +126,39 @@ def pairs_allowed(
         of_query = tl.load(document_ids + base + (seq_k - seq_q) + query, mask=query < seq_q, other=0)
         allowed &= of_key == of_query
     return allowed
+
+
+@triton.jit
+def times_held(query, key, which, branches, num_branches, seq_q, seq_k):
+    """How many branches of list `which` hold each pair: `BlockLayout.times_held`."""
+    position = query + (seq_k - seq_q)
+    held = (query + key) * 0
+    for t in range(num_branches):
+        at = branches + (which * num_branches + t) * 3
+        segment, dilation, offset = tl.load(at), tl.load(at + 1), tl.load(at + 2)
+        of_query = tl.where((position >= 0) & (position % segment % dilation == offset), position // segment, -1)
+        of_key = tl.where(key % segment % dilation == offset, key // segment, -2)
+        held += (of_query == of_key).to(tl.int32)
+    return held
+
+
+@triton.jit
+def counted(
+    scores, times, query, key, which, branches, num_branches, seq_q, seq_k, scale, NATURAL: tl.constexpr
+):  # fmt: skip
+    """Scores of a block whose pairs count differently (`times` is 0), each raised by the log of how often."""
+    if times == 0:
+        held = times_held(query, key, which, branches, num_branches, seq_q, seq_k).to(tl.float32)
+        raised = tl.log(held) if NATURAL else tl.log2(held)  # −inf where the pair does not count
+        scores = scores + raised / scale
+    return scores
+
+
+@triton.jit
+def log_times(times, NATURAL: tl.constexpr):
+    """The log of how often the pairs of a block count, 0 where they differ."""
+    at_least_once = tl.maximum(times, 1).to(tl.float32)
+    return tl.log(at_least_once) if NATURAL else tl.log2(at_least_once)
 
 
 @triton.jit

@@ -3,11 +3,25 @@
 import triton
 import triton.language as tl
 
-from .common import count_tiles, kept, list_of, load_rows, load_tile, load_work, pairs_allowed, store_rows, tile_at
+from .common import (
+    count_tiles,
+    counted,
+    kept,
+    list_of,
+    load_rows,
+    load_tile,
+    load_work,
+    log_times,
+    pairs_allowed,
+    store_rows,
+    tile_at,
+    token_at,
+)
 
 # Lengths, counts and rates change from call to call: no new kernel for a new value of them.
 VARYING = (
     "lists_a_sample", "heads_a_list", "seq_q", "seq_k", "num_blocks", "num_intervals", "threshold", "heads", "group",
+    "num_branches", "classes",
 )  # fmt: skip
 
 
@@ -23,14 +37,14 @@ def weights_of(exponent, NATURAL: tl.constexpr):
 @triton.jit(do_not_specialize=VARYING)
 def forward_kernel(
     q, k, v, out, lse,
-    indices, rule_ids, work, rules, documents, padding, document_ids, seed,
+    indices, rule_ids, work, rules, documents, branches, padding, document_ids, seed,
     q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h,
-    heads, group, seq_q, seq_k, num_blocks, lists_a_sample, heads_a_list, num_intervals,
+    heads, group, seq_q, seq_k, num_blocks, lists_a_sample, heads_a_list, num_intervals, num_branches, classes,
     scale, threshold, keep_scale,
     D: tl.constexpr, PADDED_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     TILE_Q: tl.constexpr, TILE_K: tl.constexpr, PACK: tl.constexpr, TMA: tl.constexpr, FLIP: tl.constexpr,
     NAMED: tl.constexpr, SINGLE: tl.constexpr, DOCUMENTS: tl.constexpr, PADDING: tl.constexpr,
-    DOCUMENT_IDS: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    DOCUMENT_IDS: tl.constexpr, DROPOUT: tl.constexpr, DILATED: tl.constexpr, PRECISION: tl.constexpr,
     NATURAL: tl.constexpr,
 ):  # fmt: skip
     """out and lse of one tile: `TILE_Q` queries of `PACK` heads that share a list and a key head.
@@ -44,11 +58,11 @@ def forward_kernel(
     place, which = pid % num_tiles, pid // num_tiles
     packs = heads // PACK
     sample, head = which // packs, which % packs * PACK
-    rows_before = list_of(sample, head, lists_a_sample, heads_a_list) * num_blocks
-    block, start, split, stop = load_work(work, rows_before + place // TILES)
+    which_list = list_of(sample, head, lists_a_sample, heads_a_list)
+    block, start, split, stop = load_work(work, which_list * num_blocks + place // TILES)
 
     lane = tl.arange(0, PACK * TILE_Q)
-    query = block * BLOCK_Q + place % TILES * TILE_Q + lane % TILE_Q
+    query = token_at(block * BLOCK_Q + place % TILES * TILE_Q + lane % TILE_Q, seq_q, classes, BLOCK_Q, DILATED)
     query_head = head + lane // TILE_Q
     real = query < seq_q
     key_head = head // group
@@ -66,7 +80,8 @@ def forward_kernel(
     for MASKED in tl.static_range(2):
         first = masked_from if MASKED else start
         for i in range(num_masked if MASKED else num_full):
-            entry, begin, key = tile_at(indices, first, i, stop, BLOCK_K, TILE_K)
+            entry, begin, at = tile_at(indices, first, i, stop, BLOCK_K, TILE_K)
+            key = token_at(at, seq_k, classes, BLOCK_K, DILATED)
             keys = load_tile(k, k_base, sample, key_head, begin, key, k_s, seq_k, D, PADDED_D, TILE_K, TMA)
             scores = tl.dot(queries, keys.T, input_precision=PRECISION)
             if FLIP:
@@ -78,11 +93,20 @@ def forward_kernel(
                     MASKED, GATHERED, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS,
                 )  # fmt: skip
                 scores = tl.where(seen, scores, float("-inf"))
+            raised = 0.0
+            if DILATED:
+                times = tl.load(rule_ids + entry)
+                raised = log_times(times, NATURAL)
+                if MASKED:
+                    scores = counted(
+                        scores, times, query[:, None], key[None, :], which_list, branches, num_branches, seq_q, seq_k,
+                        scale, NATURAL,
+                    )  # fmt: skip
             new_top = tl.maximum(top, tl.max(scores, 1) * scale)
             base = new_top
             if MASKED or PADDING or DOCUMENT_IDS:  # a row may have seen nothing so far
                 base = tl.where(new_top == float("-inf"), 0.0, new_top)
-            weights = weights_of(scores * scale - base[:, None], NATURAL)
+            weights = weights_of(scores * scale - (base - raised)[:, None], NATURAL)
             shrink = weights_of(top - base, NATURAL)
             total = total * shrink + tl.sum(weights, 1)
             if DROPOUT:

@@ -9,9 +9,20 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from .common import kept, list_of, pairs_allowed
+from .common import counted, kept, list_of, log_times, pairs_allowed
 from .forward import VARYING
-from .hopper_forward import BYTES, RENAMED, ROWS, TILE, as_block, load_block, tile_of
+from .hopper_forward import (
+    BYTES,
+    RENAMED,
+    ROWS,
+    TILE,
+    VARYING_STEPS,
+    as_block,
+    in_class,
+    load_block,
+    tile_of,
+    token_of,
+)
 
 
 @gluon.jit
@@ -26,27 +37,33 @@ def _row_of(sample, head, block, start, split, stop, offsets, splits, num_blocks
 
 @gluon.jit
 def _fetch(
-    own_a, own_b, stream_a, stream_b, of_rows, buffers, barriers, lists,
+    own_a, own_b, stream_a, stream_b, of_rows, buffers, barriers, lists, steps,
     D: gl.constexpr, OWN_BLOCK: gl.constexpr, BLOCK: gl.constexpr, STREAM: gl.constexpr, RING: gl.constexpr,
-    OWN_LISTS: gl.constexpr, OF_KEYS: gl.constexpr,
+    OWN_LISTS: gl.constexpr, OF_KEYS: gl.constexpr, DILATED: gl.constexpr,
 ):  # fmt: skip
     own_buffers_a, own_buffers_b, stream_buffers_a, stream_buffers_b, lse_buffers, delta_buffers = buffers
     own_ready, own_empty, ready, empty = barriers
-    offsets, splits, indices, work, batch, heads, group, num_blocks, lists_a_sample, heads_a_list, total = lists
+    (
+        offsets, splits, indices, work, batch, heads, group, num_blocks, lists_a_sample, heads_a_list,
+        total, classes, walked,
+    ) = lists  # fmt: skip
+    own_step_a, own_step_b, step_a, step_b = steps
     tile_heads = heads // group if OF_KEYS else heads
     PER: gl.constexpr = BLOCK // STREAM
     step, turn = 0, 0
     for t in range(gl.program_id(0), total, gl.num_programs(0)):
         # A tile of keys is walked by every query head of its key head, a tile of queries by its key head alone.
         first_list_head = group if OF_KEYS else 1
-        sample, head, own, block, start, split, stop = tile_of(
-            t, work, tile_heads, num_blocks, lists_a_sample, heads_a_list, first_list_head, OWN_BLOCK
+        sample, head, residue, own, block, start, split, stop = tile_of(
+            t, work, tile_heads, num_blocks, classes, lists_a_sample, heads_a_list, first_list_head, OWN_BLOCK, DILATED
         )
         mbarrier.wait(own_empty, (turn & 1) ^ 1)
         mbarrier.expect(own_ready, 2 * TILE * D * BYTES)
         for half in gl.static_range(2):
-            at = [sample, own + half * ROWS, head * D]
+            row, column = own + half * ROWS, head * D
+            at = [sample, row, column + residue * own_step_a]
             load_block(own_a, at, own_ready, as_block(own_buffers_a.index(half), own_a))
+            at = [sample, row, column + residue * own_step_b]
             load_block(own_b, at, own_ready, as_block(own_buffers_b.index(half), own_b))
         turn += 1
         for member in range(group if OF_KEYS else 1):
@@ -56,20 +73,24 @@ def _fetch(
                 OWN_LISTS,
             )  # fmt: skip
             for i in range((end - begin) * PER):
-                first = gl.load(indices + begin + i // PER) * BLOCK + i % PER * STREAM
-                at = [sample, first, other * D]
+                index = gl.load(indices + begin + i // PER)
+                first = index * BLOCK + i % PER * STREAM  # in the order of blocks
+                other_residue, row = in_class(index, walked, DILATED)
+                row = row * BLOCK + i % PER * STREAM
                 place = step % RING
                 bar = ready.index(place)
                 mbarrier.wait(empty.index(place), (step // RING & 1) ^ 1)
                 if OF_KEYS:
                     mbarrier.expect(bar, 2 * STREAM * D * BYTES + 2 * STREAM * 4)
-                    row = sample * heads + other
-                    load_block(of_rows, [row, first], bar, lse_buffers.index(place))
-                    row += batch * heads
-                    load_block(of_rows, [row, first], bar, delta_buffers.index(place))
+                    of_head = sample * heads + other
+                    load_block(of_rows, [of_head, first], bar, lse_buffers.index(place))
+                    of_head += batch * heads
+                    load_block(of_rows, [of_head, first], bar, delta_buffers.index(place))
                 else:
                     mbarrier.expect(bar, 2 * STREAM * D * BYTES)
+                at = [sample, row, other * D + other_residue * step_a]
                 load_block(stream_a, at, bar, as_block(stream_buffers_a.index(place), stream_a))
+                at = [sample, row, other * D + other_residue * step_b]
                 load_block(stream_b, at, bar, as_block(stream_buffers_b.index(place), stream_b))
                 step += 1
 
@@ -86,9 +107,8 @@ def as_row(buffer):
 
 
 @gluon.jit
-def _store(x, value, sample, token, head, seq, heads, lane, column, D: gl.constexpr):
+def _store(x, value, sample, row, head, seq, heads, column, D: gl.constexpr):
     """Rows of one head of a contiguous [batch, seq, heads, D]."""
-    row = token + lane
     at = ((sample.to(gl.int64) * seq + row) * heads + head) * D
     at = gl.expand_dims(at, 1) + gl.expand_dims(column, 0)
     gl.store(x + at, value.to(x.dtype.element_ty), mask=gl.expand_dims(row < seq, 1))
@@ -99,13 +119,16 @@ def _compute_dkv(
     WHO: gl.constexpr, dk, dv, buffers, barriers, masks, lists, numbers,
     D: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, STREAM: gl.constexpr, RING: gl.constexpr,
     FLIP: gl.constexpr, NAMED: gl.constexpr, SINGLE: gl.constexpr, DOCUMENTS: gl.constexpr, PADDING: gl.constexpr,
-    DOCUMENT_IDS: gl.constexpr, DROPOUT: gl.constexpr, OWN_LISTS: gl.constexpr,
+    DOCUMENT_IDS: gl.constexpr, DROPOUT: gl.constexpr, DILATED: gl.constexpr, OWN_LISTS: gl.constexpr,
 ):  # fmt: skip
     k_buffers, v_buffers, q_buffers, g_buffers, lse_buffers, delta_buffers = buffers
     own_ready, own_empty, ready, empty = barriers
-    rule_ids, rules, documents, padding, document_ids, seed = masks
-    offsets, splits, indices, work, batch, heads, group, num_blocks, lists_a_sample, heads_a_list, total = lists
-    seq_q, seq_k, num_intervals, scale, scale_out, threshold, keep_scale = numbers
+    rule_ids, rules, documents, branches, padding, document_ids, seed = masks
+    (
+        offsets, splits, indices, work, batch, heads, group, num_blocks, lists_a_sample, heads_a_list,
+        total, classes, walked,
+    ) = lists  # fmt: skip
+    seq_q, seq_k, num_intervals, num_branches, scale, scale_out, threshold, keep_scale = numbers
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STREAM, 16])  # keys × queries
     GRADS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, GRADS, 2)
@@ -118,10 +141,10 @@ def _compute_dkv(
     k, v = k_buffers.index(WHO), v_buffers.index(WHO)
     step, turn = 0, 0
     for t in range(gl.program_id(0), total, gl.num_programs(0)):
-        sample, key_head, own, block, start, split, stop = tile_of(
-            t, work, heads_kv, num_blocks, lists_a_sample, heads_a_list, group, BLOCK_K
+        sample, key_head, residue, own, block, start, split, stop = tile_of(
+            t, work, heads_kv, num_blocks, classes, lists_a_sample, heads_a_list, group, BLOCK_K, DILATED
         )
-        key = gl.expand_dims(own + WHO * ROWS + key_lane, 1)
+        key = gl.expand_dims(token_of(own + WHO * ROWS + key_lane, residue, classes, DILATED), 1)
         dkeys = gl.zeros([ROWS, D], gl.float32, GRADS)
         dvalues = gl.zeros([ROWS, D], gl.float32, GRADS)
         mbarrier.wait(own_ready, turn & 1)
@@ -131,6 +154,7 @@ def _compute_dkv(
                 sample, head, block, start, split, stop, offsets, splits, num_blocks, lists_a_sample, heads_a_list,
                 OWN_LISTS,
             )  # fmt: skip
+            which = list_of(sample, head, lists_a_sample, heads_a_list)
             num_full, num = (turns_partial - begin) * PER, (end - begin) * PER
             for MASKED in gl.static_range(2):
                 if MASKED:
@@ -139,6 +163,9 @@ def _compute_dkv(
                     low, high = 0, num_full
                 for i in range(low, high):
                     place = step % RING
+                    times = 1
+                    if DILATED:
+                        times = gl.load(rule_ids + begin + i // PER)
                     mbarrier.wait(ready.index(place), step // RING & 1)
                     q, grad = q_buffers.index(place), g_buffers.index(place)
                     of_scores = warpgroup_mma(k, q.permute((1, 0)), nothing, use_acc=False, is_async=True)
@@ -147,10 +174,17 @@ def _compute_dkv(
                     if FLIP:
                         scores = -scores
                     row_lse = as_row(lse_buffers.index(place)).load(gl.SliceLayout(0, SCORES))
-                    weights = gl.exp2(scores * scale - gl.expand_dims(row_lse, 0))
                     if MASKED or PADDING or DOCUMENT_IDS or DROPOUT:
-                        first_query = gl.load(indices + begin + i // PER) * BLOCK_Q + i % PER * STREAM
-                        query = gl.expand_dims(first_query + query_lane, 0)
+                        of_query, row = in_class(gl.load(indices + begin + i // PER), walked, DILATED)
+                        row = row * BLOCK_Q + i % PER * STREAM + query_lane
+                        query = gl.expand_dims(token_of(row, of_query, classes, DILATED), 0)
+                    if DILATED:
+                        row_lse = row_lse - log_times(times, False)
+                        if MASKED:
+                            scores = counted(
+                                scores, times, query, key, which, branches, num_branches, seq_q, seq_k, scale, False
+                            )
+                    weights = gl.exp2(scores * scale - gl.expand_dims(row_lse, 0))
                     if MASKED or PADDING or DOCUMENT_IDS:
                         seen = pairs_allowed(
                             query, key, begin + i // PER, turns_partial, end, sample,
@@ -177,9 +211,9 @@ def _compute_dkv(
         turn += 1
         lane = gl.arange(0, ROWS, gl.SliceLayout(1, GRADS))
         column = gl.arange(0, D, gl.SliceLayout(0, GRADS))
-        token = own + WHO * ROWS
-        _store(dk, dkeys * scale_out, sample, token, key_head, seq_k, heads_kv, lane, column, D)
-        _store(dv, dvalues, sample, token, key_head, seq_k, heads_kv, lane, column, D)
+        token = token_of(own + WHO * ROWS + lane, residue, classes, DILATED)
+        _store(dk, dkeys * scale_out, sample, token, key_head, seq_k, heads_kv, column, D)
+        _store(dv, dvalues, sample, token, key_head, seq_k, heads_kv, column, D)
 
 
 @gluon.jit
@@ -187,13 +221,16 @@ def _compute_dq(
     WHO: gl.constexpr, dq, lse, delta, buffers, barriers, masks, lists, numbers,
     D: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, STREAM: gl.constexpr, RING: gl.constexpr,
     FLIP: gl.constexpr, NAMED: gl.constexpr, SINGLE: gl.constexpr, DOCUMENTS: gl.constexpr, PADDING: gl.constexpr,
-    DOCUMENT_IDS: gl.constexpr, DROPOUT: gl.constexpr,
+    DOCUMENT_IDS: gl.constexpr, DROPOUT: gl.constexpr, DILATED: gl.constexpr,
 ):  # fmt: skip
     q_buffers, g_buffers, k_buffers, v_buffers, lse_buffers, delta_buffers = buffers
     own_ready, own_empty, ready, empty = barriers
-    rule_ids, rules, documents, padding, document_ids, seed = masks
-    offsets, splits, indices, work, batch, heads, group, num_blocks, lists_a_sample, heads_a_list, total = lists
-    seq_q, seq_k, num_intervals, scale, scale_out, threshold, keep_scale = numbers
+    rule_ids, rules, documents, branches, padding, document_ids, seed = masks
+    (
+        offsets, splits, indices, work, batch, heads, group, num_blocks, lists_a_sample, heads_a_list,
+        total, classes, walked,
+    ) = lists  # fmt: skip
+    seq_q, seq_k, num_intervals, num_branches, scale, scale_out, threshold, keep_scale = numbers
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STREAM, 16])  # queries × keys
     GRADS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, GRADS, 2)
@@ -205,12 +242,14 @@ def _compute_dq(
     q, grad = q_buffers.index(WHO), g_buffers.index(WHO)
     step, turn = 0, 0
     for t in range(gl.program_id(0), total, gl.num_programs(0)):
-        sample, head, own, _, start, split, stop = tile_of(
-            t, work, heads, num_blocks, lists_a_sample, heads_a_list, 1, BLOCK_Q
+        sample, head, residue, own, _, start, split, stop = tile_of(
+            t, work, heads, num_blocks, classes, lists_a_sample, heads_a_list, 1, BLOCK_Q, DILATED
         )
         row = own + WHO * ROWS + query_lane
-        query = gl.expand_dims(row, 1)
-        of_row = (sample.to(gl.int64) * heads + head) * (num_blocks * BLOCK_Q) + row
+        query = gl.expand_dims(token_of(row, residue, classes, DILATED), 1)
+        which = list_of(sample, head, lists_a_sample, heads_a_list)
+        of_head = (sample.to(gl.int64) * heads + head) * (num_blocks * BLOCK_Q)
+        of_row = of_head + residue * (num_blocks // classes * BLOCK_Q) + row
         row_lse, row_delta = gl.load(lse + of_row), gl.load(delta + of_row)
         dqueries = gl.zeros([ROWS, D], gl.float32, GRADS)
         num_full, num = (split - start) * PER, (stop - start) * PER
@@ -222,6 +261,9 @@ def _compute_dq(
                 low, high = 0, num_full
             for i in range(low, high):
                 place = step % RING
+                times = 1
+                if DILATED:
+                    times = gl.load(rule_ids + start + i // PER)
                 mbarrier.wait(ready.index(place), step // RING & 1)
                 k, v = k_buffers.index(place), v_buffers.index(place)
                 of_scores = warpgroup_mma(q, k.permute((1, 0)), nothing, use_acc=False, is_async=True)
@@ -229,10 +271,18 @@ def _compute_dq(
                 scores = warpgroup_mma_wait(1, deps=[of_scores])
                 if FLIP:
                     scores = -scores
-                weights = gl.exp2(scores * scale - gl.expand_dims(row_lse, 1))
                 if MASKED or PADDING or DOCUMENT_IDS or DROPOUT:
-                    first_key = gl.load(indices + start + i // PER) * BLOCK_K + i % PER * STREAM
-                    key = gl.expand_dims(first_key + key_lane, 0)
+                    of_key, key_row = in_class(gl.load(indices + start + i // PER), walked, DILATED)
+                    key_row = key_row * BLOCK_K + i % PER * STREAM + key_lane
+                    key = gl.expand_dims(token_of(key_row, of_key, classes, DILATED), 0)
+                lowered = row_lse
+                if DILATED:
+                    lowered = row_lse - log_times(times, False)
+                    if MASKED:
+                        scores = counted(
+                            scores, times, query, key, which, branches, num_branches, seq_q, seq_k, scale, False
+                        )
+                weights = gl.exp2(scores * scale - gl.expand_dims(lowered, 1))
                 if MASKED or PADDING or DOCUMENT_IDS:
                     seen = pairs_allowed(
                         query, key, start + i // PER, split, stop, sample,
@@ -253,18 +303,21 @@ def _compute_dq(
         turn += 1
         lane = gl.arange(0, ROWS, gl.SliceLayout(1, GRADS))
         column = gl.arange(0, D, gl.SliceLayout(0, GRADS))
-        _store(dq, dqueries * scale_out, sample, own + WHO * ROWS, head, seq_q, heads, lane, column, D)
+        token = token_of(own + WHO * ROWS + lane, residue, classes, DILATED)
+        _store(dq, dqueries * scale_out, sample, token, head, seq_q, heads, column, D)
 
 
-@gluon.jit(do_not_specialize=[*VARYING, "total", "batch"])
+@gluon.jit(do_not_specialize=[*VARYING, *VARYING_STEPS])
 def backward_kernel(
     q, k, v, grad, of_rows, lse, delta, dq, dk, dv,
-    offsets, splits, indices, rule_ids, work, rules, documents, padding, document_ids, seed,
-    batch, heads, group, seq_q, seq_k, num_blocks, lists_a_sample, heads_a_list, num_intervals, total,
+    offsets, splits, indices, rule_ids, work, rules, documents, branches, padding, document_ids, seed,
+    batch, heads, group, seq_q, seq_k, num_blocks, lists_a_sample, heads_a_list, num_intervals, num_branches, classes,
+    total, walked, q_step, k_step, v_step, g_step,
     scale, scale_out, threshold, keep_scale,
     D: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, STREAM: gl.constexpr, RING: gl.constexpr,
     FLIP: gl.constexpr, NAMED: gl.constexpr, SINGLE: gl.constexpr, DOCUMENTS: gl.constexpr, PADDING: gl.constexpr,
-    DOCUMENT_IDS: gl.constexpr, DROPOUT: gl.constexpr, OWN_LISTS: gl.constexpr, OF_KEYS: gl.constexpr,
+    DOCUMENT_IDS: gl.constexpr, DROPOUT: gl.constexpr, DILATED: gl.constexpr, OWN_LISTS: gl.constexpr,
+    OF_KEYS: gl.constexpr,
 ):  # fmt: skip
     """dk and dv (OF_KEYS; the lists are those by key) or dq.
 
@@ -289,34 +342,39 @@ def backward_kernel(
         mbarrier.init(empty.index(i), count=2)
     buffers = (own_buffers_a, own_buffers_b, stream_buffers_a, stream_buffers_b, lse_buffers, delta_buffers)
     barriers = (own_ready, own_empty, ready, empty)
-    masks = (rule_ids, rules, documents, padding, document_ids, seed)
-    lists = (offsets, splits, indices, work, batch, heads, group, num_blocks, lists_a_sample, heads_a_list, total)
-    numbers = (seq_q, seq_k, num_intervals, scale, scale_out, threshold, keep_scale)
+    masks = (rule_ids, rules, documents, branches, padding, document_ids, seed)
+    lists = (
+        offsets, splits, indices, work, batch, heads, group, num_blocks, lists_a_sample, heads_a_list,
+        total, classes, walked,
+    )  # fmt: skip
+    numbers = (seq_q, seq_k, num_intervals, num_branches, scale, scale_out, threshold, keep_scale)
     if OF_KEYS:
         gl.warp_specialize([
             (_compute_dkv, (
                 0, dk, dv, buffers, barriers, masks, lists, numbers, D, BLOCK_Q, BLOCK_K, STREAM, RING,
-                FLIP, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS, DROPOUT, OWN_LISTS,
+                FLIP, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS, DROPOUT, DILATED, OWN_LISTS,
             )),
             (_compute_dkv, (
                 1, dk, dv, buffers, barriers, masks, lists, numbers, D, BLOCK_Q, BLOCK_K, STREAM, RING,
-                FLIP, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS, DROPOUT, OWN_LISTS,
+                FLIP, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS, DROPOUT, DILATED, OWN_LISTS,
             )),
             (_fetch, (
-                k, v, q, grad, of_rows, buffers, barriers, lists, D, BLOCK_K, BLOCK_Q, STREAM, RING, OWN_LISTS, True,
+                k, v, q, grad, of_rows, buffers, barriers, lists, (k_step, v_step, q_step, g_step),
+                D, BLOCK_K, BLOCK_Q, STREAM, RING, OWN_LISTS, True, DILATED,
             )),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (_compute_dq, (
                 0, dq, lse, delta, buffers, barriers, masks, lists, numbers, D, BLOCK_Q, BLOCK_K, STREAM, RING,
-                FLIP, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS, DROPOUT,
+                FLIP, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS, DROPOUT, DILATED,
             )),
             (_compute_dq, (
                 1, dq, lse, delta, buffers, barriers, masks, lists, numbers, D, BLOCK_Q, BLOCK_K, STREAM, RING,
-                FLIP, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS, DROPOUT,
+                FLIP, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS, DROPOUT, DILATED,
             )),
             (_fetch, (
-                q, grad, k, v, of_rows, buffers, barriers, lists, D, BLOCK_Q, BLOCK_K, STREAM, RING, False, False,
+                q, grad, k, v, of_rows, buffers, barriers, lists, (q_step, g_step, k_step, v_step),
+                D, BLOCK_Q, BLOCK_K, STREAM, RING, False, False, DILATED,
             )),
         ], [4, 1], [240, 24])  # fmt: skip

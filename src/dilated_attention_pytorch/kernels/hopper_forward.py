@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from .common import kept, list_of, load_work, pairs_allowed
+from .common import counted, kept, list_of, load_work, log_times, pairs_allowed
 from .forward import VARYING
 
 PLAIN_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
@@ -39,13 +39,15 @@ ROWS = gl.constexpr(64)  # of a warpgroup
 TILE = gl.constexpr(2 * ROWS.value)
 
 
-def describe(x: Tensor, rows: int) -> TensorDescriptor:
-    """For the copy engine: `rows` tokens of one head of x [batch, seq, heads, D]."""
+def describe(x: Tensor, rows: int, classes: int) -> TensorDescriptor:
+    """For the copy engine: `rows` tokens of one head of x [batch, seq, heads, D], every `classes`-th.
+
+    Those ≡ c modulo `classes` lie in the columns from `c · x.stride(1)` on.
+    """
     batch, seq, heads, head_dim = x.shape
-    strides = [x.stride(0), x.stride(1), 1]
-    return TensorDescriptor(
-        x, [batch, seq, heads * head_dim], strides, [1, rows, head_dim], _layout(rows, head_dim, x.dtype)
-    )
+    step = x.stride(1)
+    shape, strides = [batch, seq // classes, (classes - 1) * step + heads * head_dim], [x.stride(0), step * classes, 1]
+    return TensorDescriptor(x, shape, strides, [1, rows, head_dim], _layout(rows, head_dim, x.dtype))
 
 
 @lru_cache
@@ -70,43 +72,70 @@ def as_block(buffer, descriptor):
 
 
 @gluon.jit
-def tile_of(t, work, heads, num_blocks, lists_a_sample, heads_a_list, list_heads, BLOCK: gl.constexpr):
-    """Sample, head, first row, block and list of tile `t`; the list is that of query head `head · list_heads`."""
+def in_class(block, blocks_a_class, DILATED: gl.constexpr):
+    """Which class of tokens a block takes, and which block of that class it is."""
+    if DILATED:
+        residue = block // blocks_a_class
+        block = block - residue * blocks_a_class
+    else:
+        residue = 0
+    return residue, block
+
+
+@gluon.jit
+def token_of(row, residue, classes, DILATED: gl.constexpr):
+    if DILATED:
+        token = row * classes + residue
+    else:
+        token = row
+    return token
+
+
+@gluon.jit
+def tile_of(
+    t, work, heads, num_blocks, classes, lists_a_sample, heads_a_list, list_heads,
+    BLOCK: gl.constexpr, DILATED: gl.constexpr,
+):  # fmt: skip
+    """Sample, head, class and first row in it, block and list of tile `t`; the list is that of query head
+    `head · list_heads`."""
     TILES: gl.constexpr = BLOCK // TILE
     num_tiles = num_blocks * TILES
     place, which = t % num_tiles, t // num_tiles
     sample, head = which // heads, which % heads
     rows_before = list_of(sample, head * list_heads, lists_a_sample, heads_a_list) * num_blocks
     block, start, split, stop = load_work(work, rows_before + place // TILES)
-    return sample, head, block * BLOCK + place % TILES * TILE, block, start, split, stop
+    residue, row = in_class(block, num_blocks // classes, DILATED)
+    return sample, head, residue, row * BLOCK + place % TILES * TILE, block, start, split, stop
 
 
 @gluon.jit
 def _fetch(
     q, k, v, buffers, barriers, lists, D: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr,
-    TILE_K: gl.constexpr, Q_RING: gl.constexpr, KV_RING: gl.constexpr,
+    TILE_K: gl.constexpr, Q_RING: gl.constexpr, KV_RING: gl.constexpr, DILATED: gl.constexpr,
 ):  # fmt: skip
     q_buffers, k_buffers, v_buffers = buffers
     q_ready, q_empty, k_ready, k_empty, v_ready, v_empty = barriers
-    indices, work, heads, group, num_blocks, lists_a_sample, heads_a_list, total = lists
+    indices, work, heads, group, num_blocks, lists_a_sample, heads_a_list, total, classes, walked, steps = lists
+    q_step, k_step, v_step = steps
     PER: gl.constexpr = BLOCK_K // TILE_K
     step, turn = 0, 0
     programs = gl.num_programs(0)
-    sample, head, query, _, start, _, stop = tile_of(
-        gl.program_id(0), work, heads, num_blocks, lists_a_sample, heads_a_list, 1, BLOCK_Q
+    sample, head, residue, query, _, start, _, stop = tile_of(
+        gl.program_id(0), work, heads, num_blocks, classes, lists_a_sample, heads_a_list, 1, BLOCK_Q, DILATED
     )
     block = gl.load(indices + start, mask=start < stop, other=0)
     for t in range(gl.program_id(0), total, programs):
         # Reading lists takes as long as a block of work: the next tile and the next block are asked for in time.
-        next_sample, next_head, next_query, _, next_start, _, next_stop = tile_of(
-            gl.minimum(t + programs, total - 1), work, heads, num_blocks, lists_a_sample, heads_a_list, 1, BLOCK_Q
-        )
+        next_sample, next_head, next_residue, next_query, _, next_start, _, next_stop = tile_of(
+            gl.minimum(t + programs, total - 1), work, heads, num_blocks, classes, lists_a_sample, heads_a_list, 1,
+            BLOCK_Q, DILATED,
+        )  # fmt: skip
         place = turn % Q_RING
         mbarrier.wait(q_empty.index(place), (turn // Q_RING & 1) ^ 1)
         mbarrier.expect(q_ready.index(place), TILE * D * BYTES)
         for half in gl.static_range(2):
             buffer = q_buffers.index(2 * place + half)
-            at = [sample, query + half * ROWS, head * D]
+            at = [sample, query + half * ROWS, head * D + residue * q_step]
             load_block(q, at, q_ready.index(place), as_block(buffer, q))
         turn += 1
         column = head // group * D
@@ -115,17 +144,21 @@ def _fetch(
             ends = i + 1 == num
             entry = gl.where(ends, next_start, start + (i + 1) // PER)
             next_block = gl.load(indices + entry, mask=entry < gl.where(ends, next_stop, stop), other=0)
-            at = [sample, block * BLOCK_K + i % PER * TILE_K, column]
+            key_residue, row = in_class(block, walked, DILATED)
+            row = row * BLOCK_K + i % PER * TILE_K
             place, phase = step % KV_RING, step // KV_RING & 1
             mbarrier.wait(k_empty.index(place), phase ^ 1)
             mbarrier.expect(k_ready.index(place), TILE_K * D * BYTES)
+            at = [sample, row, column + key_residue * k_step]
             load_block(k, at, k_ready.index(place), as_block(k_buffers.index(place), k))
             mbarrier.wait(v_empty.index(place), phase ^ 1)
             mbarrier.expect(v_ready.index(place), TILE_K * D * BYTES)
+            at = [sample, row, column + key_residue * v_step]
             load_block(v, at, v_ready.index(place), as_block(v_buffers.index(place), v))
             step += 1
             block = next_block
-        sample, head, query, start, stop = next_sample, next_head, next_query, next_start, next_stop
+        sample, head, residue, query = next_sample, next_head, next_residue, next_query
+        start, stop = next_start, next_stop
 
 
 @gluon.jit
@@ -134,13 +167,13 @@ def _compute(
     D: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, TILE_K: gl.constexpr,
     Q_RING: gl.constexpr, KV_RING: gl.constexpr, FLIP: gl.constexpr,
     NAMED: gl.constexpr, SINGLE: gl.constexpr, DOCUMENTS: gl.constexpr, PADDING: gl.constexpr,
-    DOCUMENT_IDS: gl.constexpr, DROPOUT: gl.constexpr,
+    DOCUMENT_IDS: gl.constexpr, DROPOUT: gl.constexpr, DILATED: gl.constexpr,
 ):  # fmt: skip
     q_buffers, k_buffers, v_buffers = buffers
     q_ready, q_empty, k_ready, k_empty, v_ready, v_empty = barriers
-    rule_ids, rules, documents, padding, document_ids, seed = masks
-    indices, work, heads, group, num_blocks, lists_a_sample, heads_a_list, total = lists
-    seq_q, seq_k, num_intervals, scale, threshold, keep_scale = numbers
+    rule_ids, rules, documents, branches, padding, document_ids, seed = masks
+    indices, work, heads, group, num_blocks, lists_a_sample, heads_a_list, total, classes, walked, _ = lists
+    seq_q, seq_k, num_intervals, num_branches, scale, threshold, keep_scale = numbers
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_K, 16])
     MIXED: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, MIXED, 2)
@@ -153,8 +186,8 @@ def _compute(
 
     step, turn, issued = 0, 0, 0
     programs = gl.num_programs(0)
-    sample, head, query_from, _, start, split, stop = tile_of(
-        gl.program_id(0), work, heads, num_blocks, lists_a_sample, heads_a_list, 1, BLOCK_Q
+    sample, head, residue, query_from, _, start, split, stop = tile_of(
+        gl.program_id(0), work, heads, num_blocks, classes, lists_a_sample, heads_a_list, 1, BLOCK_Q, DILATED
     )
     mbarrier.wait(q_ready.index(0), 0)
     mbarrier.wait(k_ready.index(0), 0)
@@ -163,30 +196,39 @@ def _compute(
     )
     for t in range(gl.program_id(0), total, programs):
         # What the next tile is: asked for now, read when this one is done.
-        next_sample, next_head, next_query, _, next_start, next_split, next_stop = tile_of(
-            gl.minimum(t + programs, total - 1), work, heads, num_blocks, lists_a_sample, heads_a_list, 1, BLOCK_Q
-        )
+        next_sample, next_head, next_residue, next_query, _, next_start, next_split, next_stop = tile_of(
+            gl.minimum(t + programs, total - 1), work, heads, num_blocks, classes, lists_a_sample, heads_a_list, 1,
+            BLOCK_Q, DILATED,
+        )  # fmt: skip
         q = q_buffers.index(turn % Q_RING * 2 + WHO)
-        query = gl.expand_dims(query_from + WHO * ROWS + lane, 1)
+        row = token_of(query_from + WHO * ROWS + lane, residue, classes, DILATED)
+        query = gl.expand_dims(row, 1)
+        which = list_of(sample, head, lists_a_sample, heads_a_list)
         num_full = (split - start) * PER
         num = gl.maximum((stop - start) * PER, 1)  # a row without keys has one block, of which it sees nothing
 
+        times, raised = 1, 0.0
+        if DILATED:
+            times = gl.load(rule_ids + start, mask=start < stop, other=1)
+            raised = log_times(times, False)
         scores = warpgroup_mma_wait(0, deps=[pending])
         mbarrier.arrive(k_empty.index(step % KV_RING), count=1)
         if FLIP:
             scores = -scores
         if HIDES or num_full == 0:
             scores = _hide(
-                scores, query, key_lane, 0, start, split, stop, sample, indices, rule_ids, rules, documents, padding,
-                document_ids, num_intervals, seq_q, seq_k, BLOCK_K, TILE_K,
-                NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS,
+                scores, query, key_lane, 0, start, split, stop, sample, which, times, indices, walked, classes, scale,
+                rule_ids, rules, documents, branches, padding, document_ids, num_intervals, num_branches, seq_q, seq_k,
+                BLOCK_K, TILE_K, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS, DILATED,
             )  # fmt: skip
         top = gl.max(scores, 1) * scale
         base = gl.where(top == float("-inf"), 0.0, top)
-        weights = gl.exp2(scores * scale - gl.expand_dims(base, 1))
+        weights = gl.exp2(scores * scale - gl.expand_dims(base - raised, 1))
         sums = gl.sum(weights, 1)
         if DROPOUT:
-            key = gl.expand_dims(_first_key(indices, start, stop, 0, BLOCK_K, TILE_K) + key_lane, 0)
+            key = gl.expand_dims(
+                _keys(indices, start, stop, 0, key_lane, walked, classes, BLOCK_K, TILE_K, DILATED), 0
+            )
             stays = kept(seed, sample * heads + head, query, key, threshold)
             weights = gl.where(stays, weights * keep_scale, 0.0)
         operand = gl.convert_layout(weights.to(dtype), WEIGHTS)
@@ -201,6 +243,8 @@ def _compute(
                 begin, end = 1, num_full
             for i in range(begin, end):
                 here, before = step + i, step + i - 1
+                if DILATED:
+                    times = gl.load(rule_ids + start + i // PER)
                 place, place_before = here % KV_RING, before % KV_RING
                 mbarrier.wait(k_ready.index(place), here // KV_RING & 1)
                 mbarrier.wait(go.index(WHO), (issued & 1) ^ (1 - WHO))
@@ -217,20 +261,25 @@ def _compute(
                     scores = -scores
                 if MASKED or HIDES:
                     scores = _hide(
-                        scores, query, key_lane, i, start, split, stop, sample, indices, rule_ids, rules, documents,
-                        padding, document_ids, num_intervals, seq_q, seq_k, BLOCK_K, TILE_K,
-                        NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS,
+                        scores, query, key_lane, i, start, split, stop, sample, which, times, indices, walked, classes,
+                        scale, rule_ids, rules, documents, branches, padding, document_ids, num_intervals,
+                        num_branches, seq_q, seq_k, BLOCK_K, TILE_K,
+                        NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS, DILATED,
                     )  # fmt: skip
                 new_top = gl.maximum(top, gl.max(scores, 1) * scale)
                 base = new_top
                 if MASKED or HIDES:
                     base = gl.where(new_top == float("-inf"), 0.0, new_top)
                 shrink = gl.exp2(top - base)
+                if DILATED:
+                    base = base - log_times(times, False)
                 weights = gl.exp2(scores * scale - gl.expand_dims(base, 1))
                 sums = sums * shrink + gl.sum(weights, 1)
                 top = new_top
                 if DROPOUT:
-                    key = gl.expand_dims(_first_key(indices, start, stop, i, BLOCK_K, TILE_K) + key_lane, 0)
+                    key = gl.expand_dims(
+                        _keys(indices, start, stop, i, key_lane, walked, classes, BLOCK_K, TILE_K, DILATED), 0
+                    )
                     stays = kept(seed, sample * heads + head, query, key, threshold)
                     weights = gl.where(stays, weights * keep_scale, 0.0)
                 mixed, operand = warpgroup_mma_wait(0, deps=[of_mixed, operand])
@@ -262,55 +311,67 @@ def _compute(
         mixed = mixed * gl.expand_dims(gl.convert_layout(inverse, gl.SliceLayout(1, MIXED)), 1)
         q.store(mixed.to(dtype))  # these queries have served; no other warpgroup reads them
         fence_async_shared()
-        store_block(out, [sample, query_from + WHO * ROWS, head * D], as_block(q, out))
+        store_block(out, [sample, query_from + WHO * ROWS, (residue * heads + head) * D], as_block(q, out))
         natural = gl.where(empty, float("-inf"), (top + gl.log2(sums)) * 0.6931471805599453)
-        of_row = query_from + WHO * ROWS + lane
-        gl.store(lse + (sample.to(gl.int64) * heads + head) * seq_q + of_row, natural, mask=of_row < seq_q)
+        gl.store(lse + (sample.to(gl.int64) * heads + head) * seq_q + row, natural, mask=row < seq_q)
         turn = next_turn
-        sample, head, query_from = next_sample, next_head, next_query
+        sample, head, residue, query_from = next_sample, next_head, next_residue, next_query
         start, split, stop = next_start, next_split, next_stop
     warpgroup_mma_wait(0, deps=[pending])
     tma.store_wait(0)
 
 
 @gluon.jit
-def _first_key(indices, start, stop, i, BLOCK_K: gl.constexpr, TILE_K: gl.constexpr):
+def _keys(
+    indices, start, stop, i, lane, walked, classes, BLOCK_K: gl.constexpr, TILE_K: gl.constexpr, DILATED: gl.constexpr
+):
+    """The keys of tile `i` of a list."""
     PER: gl.constexpr = BLOCK_K // TILE_K
     block = 0
     if stop > start:
         block = gl.load(indices + start + i // PER)
-    return block * BLOCK_K + i % PER * TILE_K
+    residue, row = in_class(block, walked, DILATED)
+    return token_of(row * BLOCK_K + i % PER * TILE_K + lane, residue, classes, DILATED)
 
 
 @gluon.jit
 def _hide(
-    scores, query, key_lane, i, start, split, stop, sample, indices, rule_ids, rules, documents, padding, document_ids,
-    num_intervals, seq_q, seq_k, BLOCK_K: gl.constexpr, TILE_K: gl.constexpr,
+    scores, query, key_lane, i, start, split, stop, sample, which, times, indices, walked, classes, scale,
+    rule_ids, rules, documents, branches, padding, document_ids, num_intervals, num_branches, seq_q, seq_k,
+    BLOCK_K: gl.constexpr, TILE_K: gl.constexpr,
     NAMED: gl.constexpr, SINGLE: gl.constexpr, DOCUMENTS: gl.constexpr, PADDING: gl.constexpr,
-    DOCUMENT_IDS: gl.constexpr,
+    DOCUMENT_IDS: gl.constexpr, DILATED: gl.constexpr,
 ):  # fmt: skip
     """Scores with −inf where a pair is not allowed; the block may be full, partial, or not there at all."""
-    key = gl.expand_dims(_first_key(indices, start, stop, i, BLOCK_K, TILE_K) + key_lane, 0)
+    key = gl.expand_dims(_keys(indices, start, stop, i, key_lane, walked, classes, BLOCK_K, TILE_K, DILATED), 0)
     seen = pairs_allowed(
         query, key, start + i // (BLOCK_K // TILE_K), split, stop, sample,
         rule_ids, rules, documents, padding, document_ids, num_intervals, seq_q, seq_k,
         True, True, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS,
     )  # fmt: skip
-    return gl.where(seen, scores, float("-inf"))
+    scores = gl.where(seen, scores, float("-inf"))
+    if DILATED:
+        scores = counted(scores, times, query, key, which, branches, num_branches, seq_q, seq_k, scale, False)
+    return scores
 
 
-@gluon.jit(do_not_specialize=[*VARYING, "total"])
+VARYING_STEPS = ("total", "batch", "walked", "q_step", "k_step", "v_step", "g_step")
+
+
+@gluon.jit(do_not_specialize=[*VARYING, *VARYING_STEPS])
 def forward_kernel(
     q, k, v, out, lse,
-    indices, rule_ids, work, rules, documents, padding, document_ids, seed,
-    heads, group, seq_q, seq_k, num_blocks, lists_a_sample, heads_a_list, num_intervals, total,
+    indices, rule_ids, work, rules, documents, branches, padding, document_ids, seed,
+    heads, group, seq_q, seq_k, num_blocks, lists_a_sample, heads_a_list, num_intervals, num_branches, classes,
+    total, walked, q_step, k_step, v_step,
     scale, threshold, keep_scale,
     D: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, TILE_K: gl.constexpr,
     Q_RING: gl.constexpr, KV_RING: gl.constexpr, FLIP: gl.constexpr,
     NAMED: gl.constexpr, SINGLE: gl.constexpr, DOCUMENTS: gl.constexpr, PADDING: gl.constexpr,
-    DOCUMENT_IDS: gl.constexpr, DROPOUT: gl.constexpr,
+    DOCUMENT_IDS: gl.constexpr, DROPOUT: gl.constexpr, DILATED: gl.constexpr,
 ):  # fmt: skip
-    """`q`, `k`, `v` and `out` are descriptors of [batch, seq, heads · D]; `total` is the number of tiles."""
+    """`q`, `k`, `v` and `out` are what `describe` makes; `total` is the number of tiles, `walked` that of the key
+    blocks of a class, and steps lead from one class to the next."""
     ROW_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], q.dtype)
     KEY_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE_K, D], q.dtype)
     q_buffers = gl.allocate_shared_memory(q.dtype, [2 * Q_RING, ROWS, D], ROW_LAYOUT)
@@ -335,17 +396,18 @@ def forward_kernel(
         mbarrier.init(v_empty.index(i), count=2)
     buffers = (q_buffers, k_buffers, v_buffers)
     barriers = (q_ready, q_empty, k_ready, k_empty, v_ready, v_empty)
-    masks = (rule_ids, rules, documents, padding, document_ids, seed)
-    lists = (indices, work, heads, group, num_blocks, lists_a_sample, heads_a_list, total)
-    numbers = (seq_q, seq_k, num_intervals, scale, threshold, keep_scale)
+    masks = (rule_ids, rules, documents, branches, padding, document_ids, seed)
+    steps = (q_step, k_step, v_step)
+    lists = (indices, work, heads, group, num_blocks, lists_a_sample, heads_a_list, total, classes, walked, steps)
+    numbers = (seq_q, seq_k, num_intervals, num_branches, scale, threshold, keep_scale)
     gl.warp_specialize([
         (_compute, (
             0, out, lse, buffers, barriers, go, masks, lists, numbers, D, BLOCK_Q, BLOCK_K, TILE_K, Q_RING, KV_RING,
-            FLIP, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS, DROPOUT,
+            FLIP, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS, DROPOUT, DILATED,
         )),
         (_compute, (
             1, out, lse, buffers, barriers, go, masks, lists, numbers, D, BLOCK_Q, BLOCK_K, TILE_K, Q_RING, KV_RING,
-            FLIP, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS, DROPOUT,
+            FLIP, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS, DROPOUT, DILATED,
         )),
-        (_fetch, (q, k, v, buffers, barriers, lists, D, BLOCK_Q, BLOCK_K, TILE_K, Q_RING, KV_RING)),
+        (_fetch, (q, k, v, buffers, barriers, lists, D, BLOCK_Q, BLOCK_K, TILE_K, Q_RING, KV_RING, DILATED)),
     ], [4, 1], [240, 24])  # fmt: skip
