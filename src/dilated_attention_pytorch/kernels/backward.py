@@ -93,8 +93,8 @@ def dq_kernel(
     for MASKED in tl.static_range(2):
         first = masked_from if MASKED else start
         for i in range(num_masked if MASKED else num_full):
-            entry, begin, at = tile_at(indices, first, i, stop, BLOCK_K, TILE_K)
-            key = token_at(at, seq_k, classes, BLOCK_K, DILATED)
+            entry, begin, places = tile_at(indices, first, i, stop, BLOCK_K, TILE_K)
+            key = token_at(places, seq_k, classes, BLOCK_K, DILATED)
             keys = load_tile(k, k_base, sample, key_head, begin, key, k_s, seq_k, D, PADDED_D, TILE_K, TMA)
             values = load_tile(v, v_base, sample, key_head, begin, key, v_s, seq_k, D, PADDED_D, TILE_K, TMA)
             scores = tl.dot(queries, keys.T, input_precision=PRECISION)
@@ -176,11 +176,11 @@ def dkv_kernel(
         for MASKED in tl.static_range(2):
             first = masked_from if MASKED else start
             for i in range(num_masked if MASKED else num_full):
-                entry, begin, at = tile_at(indices, first, i, stop, BLOCK_Q, TILE_Q)
-                query = token_at(at, seq_q, classes, BLOCK_Q, DILATED)
+                entry, begin, places = tile_at(indices, first, i, stop, BLOCK_Q, TILE_Q)
+                query = token_at(places, seq_q, classes, BLOCK_Q, DILATED)
                 queries = load_tile(q, q_base, sample, head, begin, query, q_s, seq_q, D, PADDED_D, TILE_Q, TMA)
                 grads = load_tile(grad, g_base, sample, head, begin, query, g_s, seq_q, D, PADDED_D, TILE_Q, TMA)
-                row_lse, row_delta = tl.load(lse + of_head + at), tl.load(delta + of_head + at)
+                row_lse, row_delta = tl.load(lse + of_head + places), tl.load(delta + of_head + places)
                 scores = tl.dot(keys, queries.T, input_precision=PRECISION)
                 if FLIP:
                     scores = -scores

@@ -80,8 +80,8 @@ def forward_kernel(
     for MASKED in tl.static_range(2):
         first = masked_from if MASKED else start
         for i in range(num_masked if MASKED else num_full):
-            entry, begin, at = tile_at(indices, first, i, stop, BLOCK_K, TILE_K)
-            key = token_at(at, seq_k, classes, BLOCK_K, DILATED)
+            entry, begin, places = tile_at(indices, first, i, stop, BLOCK_K, TILE_K)
+            key = token_at(places, seq_k, classes, BLOCK_K, DILATED)
             keys = load_tile(k, k_base, sample, key_head, begin, key, k_s, seq_k, D, PADDED_D, TILE_K, TMA)
             scores = tl.dot(queries, keys.T, input_precision=PRECISION)
             if FLIP:
