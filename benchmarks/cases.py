@@ -130,6 +130,18 @@ def seconds(run: Callable[[], object]) -> float:
     return perf_counter() - start
 
 
+def gpu_seconds(run: Callable[[], object], calls: int = 1) -> float:
+    """Seconds of a call by CUDA events, after one that is not counted."""
+    run()
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(calls):
+        run()
+    stop.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(stop) * 1e-3 / calls
+
+
 @dataclass
 class Probes:
     """The machine's own rates: a plain square matmul, and a copy much larger than the caches."""

@@ -23,13 +23,12 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from statistics import median
-from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cases import HERE, GateError, environment, write_json
+from cases import HERE, GateError, environment, gpu_seconds, seconds, write_json
 from dilated_attention_pytorch import Branches, dilated_attention
 from dilated_attention_pytorch.memory import measure_peak
 from report import table
@@ -106,14 +105,8 @@ def _same(name: str, got: Tensor, want: Tensor) -> None:
         raise GateError(f"{name} is off by {error:.1e}")
 
 
-def seconds(run: Callable[[], object], device: str) -> float:
-    if device == "cuda":
-        torch.cuda.synchronize()
-    start = perf_counter()
-    run()
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return perf_counter() - start
+def time_of(run: Callable[[], object], device: str) -> float:
+    return gpu_seconds(run, max(1, min(10, int(2e-2 / gpu_seconds(run))))) if device == "cuda" else seconds(run)
 
 
 def in_turns(runs: Mapping[str, Callable[[], object]], device: str) -> dict[str, float]:
@@ -121,7 +114,7 @@ def in_turns(runs: Mapping[str, Callable[[], object]], device: str) -> dict[str,
     times: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(ROUNDS[device] + 1):
         for name, run in runs.items():
-            taken = seconds(run, device)
+            taken = time_of(run, device)
             if turn:  # the first warms up
                 times[name].append(taken)
     return {name: median(each) for name, each in times.items()}
@@ -177,14 +170,13 @@ def length_of(tokens: int, is_causal: bool) -> dict[str, Any]:
     q, k, v = (torch.randn(1, tokens, 8, 64, device="cuda", dtype=torch.float16) for _ in range(3))
     attend = partial(ours, LONGNET, is_causal)
     with torch.no_grad():
-        first = seconds(lambda: attend(q, k, v), "cuda")
-        forward = min(seconds(lambda: attend(q, k, v), "cuda") for _ in range(5))
-    row = {"tokens": tokens, "causal": is_causal, "forward_ns": forward / tokens * 1e9, "first_call_ms": first * 1e3}
+        forward = min(time_of(lambda: attend(q, k, v), "cuda") for _ in range(3))
+    row = {"tokens": tokens, "causal": is_causal, "forward_ns": forward / tokens * 1e9}
     do = torch.randn_like(q)
     for x in (q, k, v):
         x.requires_grad_()
-    times = [seconds(lambda: torch.autograd.grad(attend(q, k, v), (q, k, v), do), "cuda") for _ in range(3)]
-    row["step_ns"] = min(times) / tokens * 1e9
+    step = min(time_of(lambda: torch.autograd.grad(attend(q, k, v), (q, k, v), do), "cuda") for _ in range(3))
+    row["step_ns"] = step / tokens * 1e9
     return row
 
 
@@ -200,9 +192,9 @@ def as_text(record: Mapping[str, Any]) -> str:
     ]  # fmt: skip
     if rows:
         parts.append(table("dilated attention", head, rows))
-    head = ["tokens", "causal", "forward ns/token", "step ns/token", "first call ms"]
+    head = ["tokens", "causal", "forward ns/token", "step ns/token"]
     rows = [
-        [f"{row['tokens']:,}", str(row["causal"]), *(f"{row[n]:.2f}" for n in ("forward_ns", "step_ns", "first_call_ms"))]
+        [f"{row['tokens']:,}", str(row["causal"]), *(f"{row[n]:.2f}" for n in ("forward_ns", "step_ns"))]
         for row in record.get("lengths", [])
     ]
     if rows:

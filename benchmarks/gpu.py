@@ -44,7 +44,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
-from cases import HERE, GateError, Inputs, environment, expected, flex_mask, write_json
+from cases import HERE, GateError, Inputs, environment, expected, flex_mask, gpu_seconds, write_json
 from dilated_attention_pytorch import (
     BlockLayout,
     Causal,
@@ -104,22 +104,11 @@ def cases() -> list[Case]:
 def seconds_of(contenders: dict[str, Callable[[], object]], rounds: int = ROUNDS) -> dict[str, list[float]]:
     """Seconds of a call of each, by CUDA events, in turns; as many calls at a time as take some milliseconds."""
     times: dict[str, list[float]] = {name: [] for name in contenders}
-    calls = {name: max(1, min(20, int(5e-3 / _once(run)))) for name, run in contenders.items()}
+    calls = {name: max(1, min(20, int(5e-3 / gpu_seconds(run)))) for name, run in contenders.items()}
     for _ in range(rounds):
         for name, run in contenders.items():
-            times[name].append(_once(run, calls[name]))
+            times[name].append(gpu_seconds(run, calls[name]))
     return times
-
-
-def _once(run: Callable[[], object], calls: int = 1) -> float:
-    run()
-    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(calls):
-        run()
-    stop.record()
-    torch.cuda.synchronize()
-    return start.elapsed_time(stop) * 1e-3 / calls
 
 
 def same(name: str, got: Tensor, want: Tensor) -> None:
@@ -310,7 +299,7 @@ def _length(name: str, pattern: Pattern, tokens: int, training: bool) -> dict[st
     same(f"{name}, {tokens} tokens", out[:, at], expected(Inputs((q, k, v), q), layout, which)["out"])
     del out
     with torch.no_grad():
-        times = [_once(lambda: block_sparse_attention(q, k, v, layout)) for _ in range(3)]
+        times = [gpu_seconds(lambda: block_sparse_attention(q, k, v, layout)) for _ in range(3)]
     row["forward_ns"] = min(times) / tokens * 1e9
     if training:
         _ = layout.key_work
@@ -360,7 +349,7 @@ def layouts(args: argparse.Namespace) -> list[dict[str, Any]]:
             attend = partial(block_sparse_attention, q, k, v, layout)
             attend()
             host = min(_host_seconds(build) for _ in range(5))
-            forward = min(_once(attend) for _ in range(3))
+            forward = min(gpu_seconds(attend) for _ in range(3))
             rows.append({"name": name, "tokens": tokens, "build_ms": host * 1e3, "forward_ms": forward * 1e3})
             if tokens == 2**17 and name == "window":
 

@@ -104,11 +104,12 @@ CALLS = {
     "few rows, large heads": {"head_dim": 256, "dtype": torch.bfloat16, "block": 32, "heads_kv": 4},
     "single precision": {"head_dim": 128, "dtype": torch.float32, "block": 64},
     "everything": {"head_dim": 128, "dtype": torch.bfloat16, "everything": True},
-    "dilated": {"head_dim": 128, "dtype": torch.bfloat16, "dilated": True},
+    "dilated": {"head_dim": 64, "dtype": torch.bfloat16, "segments": (256, 512)},
+    "dilated, uneven": {"head_dim": 128, "dtype": torch.bfloat16, "segments": (100, 512)},
 }
 
 
-def launches_of(capability, *, head_dim, dtype, block=128, heads_kv=2, everything=False, dilated=False):
+def launches_of(capability, *, head_dim, dtype, block=128, heads_kv=2, everything=False, segments=None):
     """What forward and backward of a call launch."""
     seq, heads = 512, 4
     pattern = SlidingWindow(100, 0)
@@ -118,8 +119,8 @@ def launches_of(capability, *, head_dim, dtype, block=128, heads_kv=2, everythin
         padding, ids = torch.zeros(1, seq, dtype=torch.bool), torch.zeros(1, seq, dtype=torch.int64)
         extras = Extras(-1.0, padding, ids, 0.1, torch.tensor(3))
     layout = BlockLayout.from_pattern(pattern, seq, block_size=block)
-    if dilated:
-        branches = Branches([128, 512], [1, 2])
+    if segments:
+        branches = Branches(segments, (1, 2))
         layout = layout_of_branches(branches, seq, num_heads=heads, is_causal=True, block_size=block)
     q, do = (torch.empty(1, seq, heads, head_dim, dtype=dtype) for _ in range(2))
     k, v = (torch.empty(1, seq, heads_kv, head_dim, dtype=dtype) for _ in range(2))

@@ -104,7 +104,7 @@ def dq_kernel(
             if DILATED:
                 times = tl.load(rule_ids + entry)
                 raised = log_times(times, NATURAL)
-                if MASKED:
+                if MASKED and DILATED == 2:
                     scores = counted(
                         scores, times, query[:, None], key[None, :], which_list, branches, num_branches, seq_q, seq_k,
                         scale, NATURAL,
@@ -188,7 +188,7 @@ def dkv_kernel(
                 if DILATED:
                     times = tl.load(rule_ids + entry)
                     raised = log_times(times, NATURAL)
-                    if MASKED:
+                    if MASKED and DILATED == 2:
                         scores = counted(
                             scores, times, query[None, :], key[:, None], which_list, branches, num_branches,
                             seq_q, seq_k, scale, NATURAL,

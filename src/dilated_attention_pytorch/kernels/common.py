@@ -7,7 +7,7 @@ A list of blocks is walked in tiles of `TILE` tokens. Tiles are parts of one blo
 that fill whole tiles come first and need no mask, then the rest of the full ones together with the partial ones.
 
 In layouts of dilated attention (DILATED; see `layout.branches`) blocks take every `classes`-th token, a tile is never
-larger than a block, and `rule_ids` says how often the pairs of a block count.
+larger than a block, and `rule_ids` says how often the pairs of a block count; DILATED is 2 where some are uneven.
 """
 
 import triton
@@ -77,8 +77,8 @@ def tile_at(indices, first, i, stop, BLOCK: tl.constexpr, TILE: tl.constexpr):
 
 
 @triton.jit
-def interval_allows(query, key, rule, t, rules, documents, num_intervals, seq_q, seq_k, DOCUMENTS: tl.constexpr):
-    """Interval `t` of a rule: `layout.rules.key_bounds` and the comparison with its bounds."""
+def key_bounds(query, rule, t, rules, documents, num_intervals, seq_q, seq_k, DOCUMENTS: tl.constexpr):
+    """First and last key that a query sees by interval `t` of a rule: `layout.rules.key_bounds`."""
     at = rules + (rule * num_intervals + t) * 5
     position = query + (seq_k - seq_q)
     first = tl.maximum(position - tl.load(at), 0)
@@ -89,6 +89,12 @@ def interval_allows(query, key, rule, t, rules, documents, num_intervals, seq_q,
         known = tl.minimum(query, seq_q - 1)
         first = tl.where(same, tl.maximum(first, tl.load(documents + known)), first)
         last = tl.where(same, tl.minimum(last, tl.load(documents + seq_q + known) - 1), last)
+    return first, last
+
+
+@triton.jit
+def interval_allows(query, key, rule, t, rules, documents, num_intervals, seq_q, seq_k, DOCUMENTS: tl.constexpr):
+    first, last = key_bounds(query, rule, t, rules, documents, num_intervals, seq_q, seq_k, DOCUMENTS)
     return (key >= first) & (key <= last)
 
 
@@ -104,13 +110,14 @@ def pairs_allowed(
     `entry` is the place of each pair's block in the list; where tiles gather several, some may be full, others not
     there at all.
     """
-    allowed = (query >= 0) & (key >= 0)
-    if MASKED:
+    if not MASKED:
+        allowed = (query >= 0) & (key >= 0)
+    else:
         if NAMED:
             rule = tl.load(rule_ids + tl.maximum(tl.minimum(entry, stop - 1), 0))
         else:
             rule = entry * 0
-        allowed &= interval_allows(query, key, rule, 0, rules, documents, num_intervals, seq_q, seq_k, DOCUMENTS)
+        allowed = interval_allows(query, key, rule, 0, rules, documents, num_intervals, seq_q, seq_k, DOCUMENTS)
         if not SINGLE:
             for t in range(1, num_intervals):
                 allowed |= interval_allows(

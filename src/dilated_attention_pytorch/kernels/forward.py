@@ -97,7 +97,7 @@ def forward_kernel(
             if DILATED:
                 times = tl.load(rule_ids + entry)
                 raised = log_times(times, NATURAL)
-                if MASKED:
+                if MASKED and DILATED == 2:
                     scores = counted(
                         scores, times, query[:, None], key[None, :], which_list, branches, num_branches, seq_q, seq_k,
                         scale, NATURAL,

@@ -20,8 +20,10 @@ from .hopper_forward import (
     as_block,
     in_class,
     load_block,
+    tile_number,
     tile_of,
     token_of,
+    turns_of,
 )
 
 
@@ -50,12 +52,12 @@ def _fetch(
     own_step_a, own_step_b, step_a, step_b = steps
     tile_heads = heads // group if OF_KEYS else heads
     PER: gl.constexpr = BLOCK // STREAM
-    step, turn = 0, 0
-    for t in range(gl.program_id(0), total, gl.num_programs(0)):
+    step = 0
+    for turn in range(turns_of(total)):
         # A tile of keys is walked by every query head of its key head, a tile of queries by its key head alone.
         first_list_head = group if OF_KEYS else 1
         sample, head, residue, own, block, start, split, stop = tile_of(
-            t, work, tile_heads, num_blocks, classes, lists_a_sample, heads_a_list, first_list_head, OWN_BLOCK, DILATED
+            tile_number(turn), work, tile_heads, num_blocks, classes, lists_a_sample, heads_a_list, first_list_head, OWN_BLOCK, DILATED
         )
         mbarrier.wait(own_empty, (turn & 1) ^ 1)
         mbarrier.expect(own_ready, 2 * TILE * D * BYTES)
@@ -65,7 +67,6 @@ def _fetch(
             load_block(own_a, at, own_ready, as_block(own_buffers_a.index(half), own_a))
             at = [sample, row, column + residue * own_step_b]
             load_block(own_b, at, own_ready, as_block(own_buffers_b.index(half), own_b))
-        turn += 1
         for member in range(group if OF_KEYS else 1):
             other = head * group + member if OF_KEYS else head // group
             begin, _, end = _row_of(
@@ -139,10 +140,10 @@ def _compute_dkv(
     query_lane = gl.arange(0, STREAM, gl.SliceLayout(0, SCORES))
     nothing = gl.zeros([ROWS, STREAM], gl.float32, SCORES)
     k, v = k_buffers.index(WHO), v_buffers.index(WHO)
-    step, turn = 0, 0
-    for t in range(gl.program_id(0), total, gl.num_programs(0)):
+    step = 0
+    for turn in range(turns_of(total)):
         sample, key_head, residue, own, block, start, split, stop = tile_of(
-            t, work, heads_kv, num_blocks, classes, lists_a_sample, heads_a_list, group, BLOCK_K, DILATED
+            tile_number(turn), work, heads_kv, num_blocks, classes, lists_a_sample, heads_a_list, group, BLOCK_K, DILATED
         )
         key = gl.expand_dims(token_of(own + WHO * ROWS + key_lane, residue, classes, DILATED), 1)
         dkeys = gl.zeros([ROWS, D], gl.float32, GRADS)
@@ -163,6 +164,11 @@ def _compute_dkv(
                     low, high = 0, num_full
                 for i in range(low, high):
                     place = step % RING
+                    # Asked for now, read when the scores are there.
+                    if MASKED or PADDING or DOCUMENT_IDS or DROPOUT:
+                        of_query, row = in_class(gl.load(indices + begin + i // PER), walked, DILATED)
+                        row = row * BLOCK_Q + i % PER * STREAM + query_lane
+                        query = gl.expand_dims(token_of(row, of_query, classes, DILATED), 0)
                     times = 1
                     if DILATED:
                         times = gl.load(rule_ids + begin + i // PER)
@@ -174,13 +180,9 @@ def _compute_dkv(
                     if FLIP:
                         scores = -scores
                     row_lse = as_row(lse_buffers.index(place)).load(gl.SliceLayout(0, SCORES))
-                    if MASKED or PADDING or DOCUMENT_IDS or DROPOUT:
-                        of_query, row = in_class(gl.load(indices + begin + i // PER), walked, DILATED)
-                        row = row * BLOCK_Q + i % PER * STREAM + query_lane
-                        query = gl.expand_dims(token_of(row, of_query, classes, DILATED), 0)
                     if DILATED:
                         row_lse = row_lse - log_times(times, False)
-                        if MASKED:
+                        if MASKED and DILATED == 2:
                             scores = counted(
                                 scores, times, query, key, which, branches, num_branches, seq_q, seq_k, scale, False
                             )
@@ -208,7 +210,6 @@ def _compute_dkv(
                     mbarrier.arrive(empty.index(place), count=1)
                     step += 1
         mbarrier.arrive(own_empty, count=1)
-        turn += 1
         lane = gl.arange(0, ROWS, gl.SliceLayout(1, GRADS))
         column = gl.arange(0, D, gl.SliceLayout(0, GRADS))
         token = token_of(own + WHO * ROWS + lane, residue, classes, DILATED)
@@ -240,10 +241,10 @@ def _compute_dq(
     key_lane = gl.arange(0, STREAM, gl.SliceLayout(0, SCORES))
     nothing = gl.zeros([ROWS, STREAM], gl.float32, SCORES)
     q, grad = q_buffers.index(WHO), g_buffers.index(WHO)
-    step, turn = 0, 0
-    for t in range(gl.program_id(0), total, gl.num_programs(0)):
+    step = 0
+    for turn in range(turns_of(total)):
         sample, head, residue, own, _, start, split, stop = tile_of(
-            t, work, heads, num_blocks, classes, lists_a_sample, heads_a_list, 1, BLOCK_Q, DILATED
+            tile_number(turn), work, heads, num_blocks, classes, lists_a_sample, heads_a_list, 1, BLOCK_Q, DILATED
         )
         row = own + WHO * ROWS + query_lane
         query = gl.expand_dims(token_of(row, residue, classes, DILATED), 1)
@@ -261,6 +262,10 @@ def _compute_dq(
                 low, high = 0, num_full
             for i in range(low, high):
                 place = step % RING
+                if MASKED or PADDING or DOCUMENT_IDS or DROPOUT:
+                    of_key, key_row = in_class(gl.load(indices + start + i // PER), walked, DILATED)
+                    key_row = key_row * BLOCK_K + i % PER * STREAM + key_lane
+                    key = gl.expand_dims(token_of(key_row, of_key, classes, DILATED), 0)
                 times = 1
                 if DILATED:
                     times = gl.load(rule_ids + start + i // PER)
@@ -271,14 +276,10 @@ def _compute_dq(
                 scores = warpgroup_mma_wait(1, deps=[of_scores])
                 if FLIP:
                     scores = -scores
-                if MASKED or PADDING or DOCUMENT_IDS or DROPOUT:
-                    of_key, key_row = in_class(gl.load(indices + start + i // PER), walked, DILATED)
-                    key_row = key_row * BLOCK_K + i % PER * STREAM + key_lane
-                    key = gl.expand_dims(token_of(key_row, of_key, classes, DILATED), 0)
                 lowered = row_lse
                 if DILATED:
                     lowered = row_lse - log_times(times, False)
-                    if MASKED:
+                    if MASKED and DILATED == 2:
                         scores = counted(
                             scores, times, query, key, which, branches, num_branches, seq_q, seq_k, scale, False
                         )
@@ -300,7 +301,6 @@ def _compute_dq(
                 mbarrier.arrive(empty.index(place), count=1)
                 step += 1
         mbarrier.arrive(own_empty, count=1)
-        turn += 1
         lane = gl.arange(0, ROWS, gl.SliceLayout(1, GRADS))
         column = gl.arange(0, D, gl.SliceLayout(0, GRADS))
         token = token_of(own + WHO * ROWS + lane, residue, classes, DILATED)

@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from .common import counted, kept, list_of, load_work, log_times, pairs_allowed
+from .common import counted, kept, key_bounds, list_of, load_work, log_times, pairs_allowed
 from .forward import VARYING
 
 PLAIN_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
@@ -92,6 +92,21 @@ def token_of(row, residue, classes, DILATED: gl.constexpr):
 
 
 @gluon.jit
+def turns_of(total):
+    """How many tiles a program takes."""
+    turns = total // gl.num_programs(0)
+    return turns + (tile_number(turns) < total).to(gl.int32)
+
+
+@gluon.jit
+def tile_number(turn):
+    """Which tile a program takes: dealt out there and back again, so that who got the longest of one round gets the
+    shortest of the next."""
+    programs, seat = gl.num_programs(0), gl.program_id(0)
+    return turn * programs + gl.where(turn % 2 == 0, seat, programs - 1 - seat)
+
+
+@gluon.jit
 def tile_of(
     t, work, heads, num_blocks, classes, lists_a_sample, heads_a_list, list_heads,
     BLOCK: gl.constexpr, DILATED: gl.constexpr,
@@ -118,16 +133,15 @@ def _fetch(
     indices, work, heads, group, num_blocks, lists_a_sample, heads_a_list, total, classes, walked, steps = lists
     q_step, k_step, v_step = steps
     PER: gl.constexpr = BLOCK_K // TILE_K
-    step, turn = 0, 0
-    programs = gl.num_programs(0)
+    step, turns = 0, turns_of(total)
     sample, head, residue, query, _, start, _, stop = tile_of(
         gl.program_id(0), work, heads, num_blocks, classes, lists_a_sample, heads_a_list, 1, BLOCK_Q, DILATED
     )
     block = gl.load(indices + start, mask=start < stop, other=0)
-    for t in range(gl.program_id(0), total, programs):
+    for turn in range(turns):
         # Reading lists takes as long as a block of work: the next tile and the next block are asked for in time.
         next_sample, next_head, next_residue, next_query, _, next_start, _, next_stop = tile_of(
-            gl.minimum(t + programs, total - 1), work, heads, num_blocks, classes, lists_a_sample, heads_a_list, 1,
+            gl.minimum(tile_number(turn + 1), total - 1), work, heads, num_blocks, classes, lists_a_sample, heads_a_list, 1,
             BLOCK_Q, DILATED,
         )  # fmt: skip
         place = turn % Q_RING
@@ -137,7 +151,6 @@ def _fetch(
             buffer = q_buffers.index(2 * place + half)
             at = [sample, query + half * ROWS, head * D + residue * q_step]
             load_block(q, at, q_ready.index(place), as_block(buffer, q))
-        turn += 1
         column = head // group * D
         num = gl.maximum((stop - start) * PER, 1)
         for i in range(num):
@@ -179,13 +192,13 @@ def _compute(
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, MIXED, 2)
     PER: gl.constexpr = BLOCK_K // TILE_K
     HIDES: gl.constexpr = PADDING or DOCUMENT_IDS
+    BOUNDED: gl.constexpr = SINGLE and not NAMED  # a query sees the keys from `first` to `last`, whatever the block
     dtype: gl.constexpr = q_buffers.dtype
     no_scores = gl.zeros([ROWS, TILE_K], gl.float32, SCORES)
     lane = gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
     key_lane = gl.arange(0, TILE_K, gl.SliceLayout(0, SCORES))
 
-    step, turn, issued = 0, 0, 0
-    programs = gl.num_programs(0)
+    step, issued, turns = 0, 0, turns_of(total)
     sample, head, residue, query_from, _, start, split, stop = tile_of(
         gl.program_id(0), work, heads, num_blocks, classes, lists_a_sample, heads_a_list, 1, BLOCK_Q, DILATED
     )
@@ -194,16 +207,19 @@ def _compute(
     pending = warpgroup_mma(
         q_buffers.index(WHO), k_buffers.index(0).permute((1, 0)), no_scores, use_acc=False, is_async=True
     )
-    for t in range(gl.program_id(0), total, programs):
+    for turn in range(turns):
         # What the next tile is: asked for now, read when this one is done.
         next_sample, next_head, next_residue, next_query, _, next_start, next_split, next_stop = tile_of(
-            gl.minimum(t + programs, total - 1), work, heads, num_blocks, classes, lists_a_sample, heads_a_list, 1,
+            gl.minimum(tile_number(turn + 1), total - 1), work, heads, num_blocks, classes, lists_a_sample, heads_a_list, 1,
             BLOCK_Q, DILATED,
         )  # fmt: skip
         q = q_buffers.index(turn % Q_RING * 2 + WHO)
         row = token_of(query_from + WHO * ROWS + lane, residue, classes, DILATED)
         query = gl.expand_dims(row, 1)
         which = list_of(sample, head, lists_a_sample, heads_a_list)
+        first, last = query, query
+        if BOUNDED:
+            first, last = key_bounds(query, 0, 0, rules, documents, num_intervals, seq_q, seq_k, DOCUMENTS)
         num_full = (split - start) * PER
         num = gl.maximum((stop - start) * PER, 1)  # a row without keys has one block, of which it sees nothing
 
@@ -217,9 +233,11 @@ def _compute(
             scores = -scores
         if HIDES or num_full == 0:
             scores = _hide(
-                scores, query, key_lane, 0, start, split, stop, sample, which, times, indices, walked, classes, scale,
+                scores, query, first, last,
+                gl.expand_dims(_keys(indices, start, stop, 0, key_lane, walked, classes, BLOCK_K, TILE_K, DILATED), 0),
+                start, split, stop, sample, which, times, scale,
                 rule_ids, rules, documents, branches, padding, document_ids, num_intervals, num_branches, seq_q, seq_k,
-                BLOCK_K, TILE_K, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS, DILATED,
+                True, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS, DILATED,
             )  # fmt: skip
         top = gl.max(scores, 1) * scale
         base = gl.where(top == float("-inf"), 0.0, top)
@@ -243,6 +261,10 @@ def _compute(
                 begin, end = 1, num_full
             for i in range(begin, end):
                 here, before = step + i, step + i - 1
+                if MASKED or HIDES or DROPOUT:  # asked for now, read when the scores are there
+                    key = gl.expand_dims(
+                        _keys(indices, start, stop, i, key_lane, walked, classes, BLOCK_K, TILE_K, DILATED), 0
+                    )
                 if DILATED:
                     times = gl.load(rule_ids + start + i // PER)
                 place, place_before = here % KV_RING, before % KV_RING
@@ -261,10 +283,9 @@ def _compute(
                     scores = -scores
                 if MASKED or HIDES:
                     scores = _hide(
-                        scores, query, key_lane, i, start, split, stop, sample, which, times, indices, walked, classes,
-                        scale, rule_ids, rules, documents, branches, padding, document_ids, num_intervals,
-                        num_branches, seq_q, seq_k, BLOCK_K, TILE_K,
-                        NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS, DILATED,
+                        scores, query, first, last, key, start + i // PER, split, stop, sample, which, times, scale,
+                        rule_ids, rules, documents, branches, padding, document_ids, num_intervals, num_branches,
+                        seq_q, seq_k, not MASKED, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS, DILATED,
                     )  # fmt: skip
                 new_top = gl.maximum(top, gl.max(scores, 1) * scale)
                 base = new_top
@@ -277,9 +298,6 @@ def _compute(
                 sums = sums * shrink + gl.sum(weights, 1)
                 top = new_top
                 if DROPOUT:
-                    key = gl.expand_dims(
-                        _keys(indices, start, stop, i, key_lane, walked, classes, BLOCK_K, TILE_K, DILATED), 0
-                    )
                     stays = kept(seed, sample * heads + head, query, key, threshold)
                     weights = gl.where(stays, weights * keep_scale, 0.0)
                 mixed, operand = warpgroup_mma_wait(0, deps=[of_mixed, operand])
@@ -293,7 +311,7 @@ def _compute(
         mbarrier.wait(go.index(WHO), (issued & 1) ^ (1 - WHO))
         of_mixed = warpgroup_mma(operand, v_buffers.index(last % KV_RING), mixed, is_async=True)
         next_turn = turn + 1
-        if t + programs < total:
+        if next_turn < turns:
             mbarrier.wait(q_ready.index(next_turn % Q_RING), next_turn // Q_RING & 1)
             mbarrier.wait(k_ready.index(step % KV_RING), step // KV_RING & 1)
         # After the last tile this multiplies what is left in the buffers, and nobody reads the result.
@@ -314,7 +332,6 @@ def _compute(
         store_block(out, [sample, query_from + WHO * ROWS, (residue * heads + head) * D], as_block(q, out))
         natural = gl.where(empty, float("-inf"), (top + gl.log2(sums)) * 0.6931471805599453)
         gl.store(lse + (sample.to(gl.int64) * heads + head) * seq_q + row, natural, mask=row < seq_q)
-        turn = next_turn
         sample, head, residue, query_from = next_sample, next_head, next_residue, next_query
         start, split, stop = next_start, next_split, next_stop
     warpgroup_mma_wait(0, deps=[pending])
@@ -327,30 +344,30 @@ def _keys(
 ):
     """The keys of tile `i` of a list."""
     PER: gl.constexpr = BLOCK_K // TILE_K
-    block = 0
-    if stop > start:
-        block = gl.load(indices + start + i // PER)
+    entry = start + i // PER
+    block = gl.load(indices + entry, mask=entry < stop, other=0)
     residue, row = in_class(block, walked, DILATED)
     return token_of(row * BLOCK_K + i % PER * TILE_K + lane, residue, classes, DILATED)
 
 
 @gluon.jit
 def _hide(
-    scores, query, key_lane, i, start, split, stop, sample, which, times, indices, walked, classes, scale,
+    scores, query, first, last, key, entry, split, stop, sample, which, times, scale,
     rule_ids, rules, documents, branches, padding, document_ids, num_intervals, num_branches, seq_q, seq_k,
-    BLOCK_K: gl.constexpr, TILE_K: gl.constexpr,
-    NAMED: gl.constexpr, SINGLE: gl.constexpr, DOCUMENTS: gl.constexpr, PADDING: gl.constexpr,
+    ANY: gl.constexpr, NAMED: gl.constexpr, SINGLE: gl.constexpr, DOCUMENTS: gl.constexpr, PADDING: gl.constexpr,
     DOCUMENT_IDS: gl.constexpr, DILATED: gl.constexpr,
 ):  # fmt: skip
-    """Scores with −inf where a pair is not allowed; the block may be full, partial, or not there at all."""
-    key = gl.expand_dims(_keys(indices, start, stop, i, key_lane, walked, classes, BLOCK_K, TILE_K, DILATED), 0)
-    seen = pairs_allowed(
-        query, key, start + i // (BLOCK_K // TILE_K), split, stop, sample,
-        rule_ids, rules, documents, padding, document_ids, num_intervals, seq_q, seq_k,
-        True, True, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS,
-    )  # fmt: skip
+    """Scores with −inf where a pair is not allowed; the block is partial, or ANY: full, partial, or not there at all."""
+    if SINGLE and not NAMED and not ANY and not PADDING and not DOCUMENT_IDS:
+        seen = (key >= first) & (key <= last)
+    else:
+        seen = pairs_allowed(
+            query, key, entry, split, stop, sample,
+            rule_ids, rules, documents, padding, document_ids, num_intervals, seq_q, seq_k,
+            True, ANY, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS,
+        )  # fmt: skip
     scores = gl.where(seen, scores, float("-inf"))
-    if DILATED:
+    if DILATED == 2:
         scores = counted(scores, times, query, key, which, branches, num_branches, seq_q, seq_k, scale, False)
     return scores
 

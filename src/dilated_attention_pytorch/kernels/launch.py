@@ -83,7 +83,7 @@ class Call:
             "PADDING": key_padding_mask is not None,
             "DOCUMENT_IDS": document_ids is not None,
             "DROPOUT": seed is not None,
-            "DILATED": layout.dilated,
+            "DILATED": int(layout.dilated) + int(layout.uneven),
             "NATURAL": natural,
             # As PyTorch's own products: full precision unless the user allowed less.
             "PRECISION": "tf32" if natural and torch.backends.cuda.matmul.fp32_precision == "tf32" else "tf32x3",

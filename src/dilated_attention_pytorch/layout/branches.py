@@ -59,6 +59,7 @@ def layout_of_branches(
     queries = _Side(seq_q, block_size, classes, seq_k - seq_q, device)
     keys = _Side(seq_k, block_size, classes, 0, device)
     lists = {head: _find_blocks(head, queries, keys, is_causal) for head in dict.fromkeys(heads)}
+    by_query = BlockList.concat(lists[head] for head in heads)
     interval = EVERYTHING & Interval(right=0) if is_causal else EVERYTHING
     dense = all(w >= seq_k and r == 1 for w, r, _ in heads[0]) and len(branches) == 1
     return BlockLayout(
@@ -66,13 +67,14 @@ def layout_of_branches(
         seq_k=seq_k,
         block_q=block_size,
         block_k=block_size,
-        by_query=BlockList.concat(lists[head] for head in heads),
+        by_query=by_query,
         num_heads=num_heads if len(heads) > 1 else None,
         rules=torch.tensor([[interval]], dtype=torch.int32, device=device),
         documents=NO_DOCUMENTS.to(device),
         kind=("causal" if is_causal else "full") if dense else None,
         classes=classes,
         branches=torch.tensor(heads, dtype=torch.int32, device=device),
+        uneven=bool((by_query.rule_ids == 0).any()),
         checked=True,
     )
 

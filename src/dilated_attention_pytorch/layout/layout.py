@@ -25,7 +25,7 @@ MAX_SEQUENCE = 2**30
 # Entries that one sort of `by_key` takes on a CPU.
 _SORTED_AT_ONCE = 1 << 20
 
-NUM_SIZES = 8  # of `flatten`
+NUM_SIZES = 9  # of `flatten`
 
 T = TypeVar("T")
 
@@ -52,6 +52,7 @@ class BlockLayout:
         classes: blocks take every `classes`-th token: first those of the tokens ≡ 0 modulo it, then ≡ 1, and so on.
         branches: int32 [lists, branches, 3], see `layout.branches`; empty unless the layout is one of dilated attention.
             There `rule_ids` says how often every pair of a block counts, 0 where that differs from pair to pair.
+        uneven: whether there is such a block.
     """
 
     seq_q: int
@@ -66,6 +67,7 @@ class BlockLayout:
     kind: str | None = None
     classes: int = 1
     branches: Tensor = NO_BRANCHES
+    uneven: bool = False
     checked: InitVar[bool] = False
     _made: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
 
@@ -428,7 +430,8 @@ class BlockLayout:
             ordered: with the order of work, `query_work`;
             by_key: and with `by_key` and `key_work` too.
         """
-        sizes = [*self.lengths, *self.blocks, self.num_heads or 0, self.batch_size or 0, self.classes]
+        sizes = [*self.lengths, *self.blocks, self.num_heads or 0, self.batch_size or 0]
+        sizes += [self.classes, int(self.uneven)]
         tensors = [*self.by_query.tensors(), self.rules, self.documents, self.branches]
         if ordered or by_key:
             tensors.append(self.query_work)
@@ -439,7 +442,7 @@ class BlockLayout:
 
     @classmethod
     def unflatten(cls, tensors: Sequence[Tensor], sizes: Sequence[int], kind: str | None = None) -> BlockLayout:
-        _, seq_q, seq_k, block_q, block_k, num_heads, batch_size, classes = sizes
+        _, seq_q, seq_k, block_q, block_k, num_heads, batch_size, classes, uneven = sizes
         lists, (rules, documents, branches), more = tensors[:4], tensors[4:7], tensors[7:]
         layout = cls(
             seq_q=seq_q,
@@ -454,6 +457,7 @@ class BlockLayout:
             kind=kind,
             classes=classes,
             branches=branches,
+            uneven=bool(uneven),
             checked=True,
         )
         if more:

@@ -16,7 +16,9 @@ from torch import Tensor
 from ..backends import reference
 from ..backends.base import Extras
 from ..layout import BlockLayout
-from ..ops import block_sparse_attention
+from ..ops import block_sparse_attention, dilated_attention
+from ..ops.checks import resolve_layout
+from ..patterns import Branches
 
 FLOAT64_TOLERANCE = 1e-10
 FACTOR = 4.0
@@ -25,12 +27,13 @@ NAMES = ("out", "lse", "dq", "dk", "dv")
 
 @dataclass(frozen=True)
 class Case:
-    """A call of `block_sparse_attention` with the gradients that flow into its results."""
+    """A call of `block_sparse_attention`, or with branches of `dilated_attention`, and the gradients that flow into
+    its results."""
 
     q: Tensor
     k: Tensor
     v: Tensor
-    layout: BlockLayout
+    layout: BlockLayout | Branches
     do: Tensor
     dlse: Tensor
     is_causal: bool = False
@@ -38,22 +41,28 @@ class Case:
     key_padding_mask: Tensor | None = None
     document_ids: Tensor | None = None
     dropout_p: float = 0.0
+    detach_branch_weights: bool = False
 
     def to(self, dtype: torch.dtype) -> Case:
         tensors = {name: getattr(self, name).to(dtype) for name in ("q", "k", "v", "do")}
         return replace(self, **tensors)
 
-    @property
-    def options(self) -> dict[str, Any]:
-        names = ("is_causal", "scale", "key_padding_mask", "document_ids", "dropout_p")
-        return {name: getattr(self, name) for name in names}
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, backend: str) -> Any:
+        """out and lse."""
+        names = ["is_causal", "scale", "key_padding_mask", "dropout_p"]
+        if isinstance(self.layout, BlockLayout):
+            options = {name: getattr(self, name) for name in [*names, "document_ids"]}
+            return block_sparse_attention(q, k, v, self.layout, return_lse=True, backend=backend, **options)
+        options = {name: getattr(self, name) for name in [*names, "detach_branch_weights"]}
+        options |= {n: getattr(self.layout, n) for n in ("segment_lengths", "dilation_rates", "head_offsets")}
+        return dilated_attention(q, k, v, return_lse=True, backend=backend, **options)
 
 
 def results(case: Case, backend: str, seed: int = 0) -> tuple[Tensor, ...]:
     """out, lse (0 for −inf, whose place is compared apart), dq, dk, dv of a backend."""
     q, k, v = (x.detach().requires_grad_() for x in (case.q, case.k, case.v))
     torch.manual_seed(seed)  # dropout draws its seed from PyTorch's generator
-    out, lse = block_sparse_attention(q, k, v, case.layout, return_lse=True, backend=backend, **case.options)
+    out, lse = case.attend(q, k, v, backend)
     finite = torch.where(lse == -torch.inf, 0.0, lse)
     grads = torch.autograd.grad((out, finite), (q, k, v), (case.do, case.dlse.to(lse.dtype)))
     return out.detach(), lse.detach(), *grads
@@ -67,13 +76,16 @@ def oracle(case: Case, seed: int = 0) -> tuple[Tensor, ...]:
 def errors_of_eager(case: Case, expected: tuple[Tensor, ...]) -> list[float]:
     """How far plain eager attention, every step in the case's own dtype, is from the oracle."""
     q, k, v = (x.detach().requires_grad_() for x in (case.q, case.k, case.v))
-    layout = case.layout.causal if case.is_causal else case.layout
+    layout = resolve_layout(q, k, case.layout, case.is_causal)
     heads, scale = q.shape[2], case.scale if case.scale is not None else q.shape[3] ** -0.5
     extras = Extras(scale, case.key_padding_mask, case.document_ids)
     keys, values = (x.repeat_interleave(heads // x.shape[2], dim=2) for x in (k, v))
     scores = torch.einsum("bqhd,bkhd->bhqk", q, keys) * scale
-    hidden = reference.counted_pairs(layout, heads, extras) == 0
+    counts = reference.counted_pairs(layout, heads, extras)
+    hidden = counts == 0
     empty = hidden.all(-1, keepdim=True).expand(*scores.shape[:-1], 1)
+    if layout.dilated:
+        scores = scores + counts.clamp(min=1).log().to(scores.dtype)
     scores = scores.masked_fill(hidden & ~empty, -torch.inf)
     weights = torch.softmax(scores, -1).masked_fill(empty, 0.0)
     out = torch.einsum("bhqk,bkhd->bqhd", weights, values)
