@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from dilated_attention_pytorch import (
     BlockLayout,
     Blocks,
+    Branches,
     Causal,
     DilatedBlocks,
     Documents,
@@ -127,4 +128,42 @@ def cases(draw, dropout=False, most=150):
         key_padding_mask=padding,
         document_ids=ids,
         dropout_p=draw(st.sampled_from([0.0, 0.2, 0.9])) if dropout else 0.0,
+    )
+
+
+@st.composite
+def branches(draw, most=150):
+    """Segments shorter and longer than the sequence, dilations larger than their segments, any offsets."""
+    length = st.one_of(st.integers(1, most), st.sampled_from([16, 32, 48, 64, 96, 128, 2 * most]))
+    rate = st.one_of(st.integers(1, 7), st.sampled_from([1, 2, 4, 6, 12, most]))
+    pairs = draw(st.lists(st.tuples(length, rate), min_size=1, max_size=4))
+    return Branches(*zip(*pairs, strict=True), draw(st.sampled_from(["interleaved", "grouped"])))
+
+
+@st.composite
+def dilated_cases(draw, dropout=False, most=150):
+    """Calls of `dilated_attention` in float64."""
+    seq_q, seq_k = draw(lengths(most))
+    heads_kv, batch = draw(st.integers(1, 3)), draw(st.integers(1, 2))
+    heads = heads_kv * draw(st.sampled_from([1, 1, 2, 3]))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    padding = None
+    if draw(st.booleans()) and draw(st.booleans()):
+        padding = torch.rand(batch, seq_k, generator=generator) < draw(st.sampled_from([0.2, 1.0]))
+    return Case(
+        q=normal(batch, seq_q, heads, 4),
+        k=normal(batch, seq_k, heads_kv, 4),
+        v=normal(batch, seq_k, heads_kv, 4),
+        layout=draw(branches(most)),
+        do=normal(batch, seq_q, heads, 4),
+        dlse=normal(batch, heads, seq_q),
+        is_causal=draw(st.booleans()),
+        scale=draw(st.sampled_from([None, 0.3, -1.0])),
+        key_padding_mask=padding,
+        dropout_p=draw(st.sampled_from([0.0, 0.0, 0.3])) if dropout else 0.0,
+        detach_branch_weights=draw(st.booleans()) and draw(st.booleans()),
     )

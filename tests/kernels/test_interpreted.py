@@ -11,8 +11,9 @@ import torch
 from hypothesis import given, settings
 
 from dilated_attention_pytorch import BlockLayout, GlobalTokens, SlidingWindow, block_sparse_attention, explain
+from dilated_attention_pytorch.layout import branches, clear_layout_cache
 from dilated_attention_pytorch.testing import Case, assert_exact, oracle, results
-from tests.strategies import cases
+from tests.strategies import cases, dilated_cases
 
 pytest.importorskip("triton", reason="needs triton, which there is for Linux alone")
 if torch.cuda.is_available():
@@ -142,3 +143,16 @@ def test_a_triton_without_gluon_says_so(monkeypatch):
     with pytest.warns(UserWarning, match="Gluon"):
         _, hopper, _ = launch._device.__wrapped__(torch.device("cpu"), 64, 2)
     assert not hopper
+
+
+def test_dilated(small_tiles, monkeypatch):
+    monkeypatch.setattr(branches, "BLOCK_SIZES", (16,))
+    clear_layout_cache()
+
+    @given(dilated_cases(most=60))
+    @settings(max_examples=25)
+    def check(case):
+        assert_exact(case.to(torch.float32), "triton")
+
+    check()
+    clear_layout_cache()

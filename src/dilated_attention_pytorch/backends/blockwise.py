@@ -466,7 +466,7 @@ class _Call:
             allowed = allowed.view(num, 1, -1, layout.block_q, layout.block_k).transpose(2, 3)
             cells[..., tile.num_full :, :].masked_fill_(~allowed, -torch.inf)
         if tile.times is not None:
-            cells.add_(tile.times.clamp(min=1).log()[:, None, None, :, None])
+            cells.add_(tile.times.clamp(min=1).to(scores.dtype).log()[:, None, None, :, None])
             piece, at = (tile.times == 0).nonzero(as_tuple=True)
             if len(piece):
                 which = torch.full_like(piece, self._first_row(unit) // layout.num_q_blocks)

@@ -31,7 +31,7 @@ class BlockList:
     @classmethod
     def pack(cls, row: Tensor, column: Tensor, partial: Tensor, rule: Tensor | None, num_rows: int) -> BlockList:
         """From entries in any row order whose columns ascend within (row, state). Rows of `num_rows` are dropped."""
-        # In a graph as one operator, and so the same code: what a compiler makes of a stable sort is its own matter.
+        # In a graph as one operator, and so the same code: what a compiler makes of sorting is its own matter.
         pack = _pack_op if torch.compiler.is_compiling() else _pack
         return cls(*pack(row, column, partial, rule, num_rows))
 
@@ -72,8 +72,8 @@ class BlockList:
 
     def row_of_entry(self) -> Tensor:
         """int32 [capacity]: the row of each entry, `num_rows` for spare places."""
-        place = torch.arange(len(self.indices), dtype=torch.int32, device=self.indices.device)
-        return torch.searchsorted(self.offsets[1:], place, right=True, out_int32=True)
+        row_of_entry = _row_op if torch.compiler.is_compiling() else _row_of_entry
+        return row_of_entry(self.offsets, len(self.indices))
 
     def is_partial(self, row: Tensor) -> Tensor:
         """bool [capacity], for `row = row_of_entry()`."""
@@ -91,6 +91,11 @@ def _pack(row: Tensor, column: Tensor, partial: Tensor, rule: Tensor | None, num
     return [place[::2].clone(), place[1::2].clone(), column[order].int(), rule_ids]
 
 
+def _row_of_entry(offsets: Tensor, capacity: int) -> Tensor:
+    place = torch.arange(capacity, dtype=torch.int32, device=offsets.device)
+    return torch.searchsorted(offsets[1:], place, right=True, out_int32=True)
+
+
 def _work(offsets: Tensor, splits: Tensor, num_lists: int) -> Tensor:
     rows = torch.stack((offsets[:-1], splits, offsets[1:]), dim=1).view(num_lists, -1, 3)
     order = (rows[..., 2] - rows[..., 0]).argsort(dim=1, descending=True, stable=True)
@@ -99,6 +104,7 @@ def _work(offsets: Tensor, splits: Tensor, num_lists: int) -> Tensor:
 
 
 _pack_op = torch.library.custom_op("dilated_attention_pytorch::pack_lists", _pack, mutates_args=())
+_row_op = torch.library.custom_op("dilated_attention_pytorch::row_of_entry", _row_of_entry, mutates_args=())
 _work_op = torch.library.custom_op("dilated_attention_pytorch::order_work", _work, mutates_args=())
 
 
@@ -109,6 +115,11 @@ def _(row, column, partial, rule, num_rows):  # type: ignore[no-untyped-def]
 
     rule_ids = ints(0) if rule is None else ints(rule.shape[0])
     return [ints(num_rows + 1), ints(num_rows), ints(column.shape[0]), rule_ids]
+
+
+@_row_op.register_fake
+def _(offsets, capacity):  # type: ignore[no-untyped-def]
+    return offsets.new_empty(capacity)
 
 
 @_work_op.register_fake

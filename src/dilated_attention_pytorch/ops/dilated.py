@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
 
 from torch import Tensor
 
 from ..patterns import Branches
 from ..patterns.base import check_flag
+from ..patterns.blocks import check_branches
 from .block_sparse import attend
 from .checks import resolve_layout
 from .choose import check_backend, check_call, leave_autocast
@@ -52,16 +55,32 @@ def dilated_attention(
     q, k, v, autocast_off = leave_autocast(q, k, v)
     check_backend(backend)
     check_flag("detach_branch_weights", detach_branch_weights)
-    branches = Branches(segment_lengths, dilation_rates, head_offsets)
+    check_branches(segment_lengths, dilation_rates)
+    branches, alone = _branches_of(tuple(segment_lengths), tuple(dilation_rates), head_offsets)
     with autocast_off:
         layout, extras = check_call(
             q, k, v, branches, is_causal, scale, dropout_p, key_padding_mask, None, return_lse
         )
         parts = []
-        if detach_branch_weights and len(branches) > 1:
-            parts = [resolve_layout(q, k, branch, is_causal) for branch in branches.alone()]
+        if detach_branch_weights and len(alone) > 1:
+            parts = [resolve_layout(q, k, branch, is_causal) for branch in alone]
         out, lse = attend(q, k, v, layout, extras, backend, return_lse=return_lse, parts=parts)
     if not return_lse:
         return out
     assert lse is not None
     return out, lse
+
+
+def _branches_of(segment_lengths: tuple[int, ...], dilation_rates: tuple[int, ...], head_offsets: str) -> Any:
+    """All branches, and each alone; the same objects every time."""
+    return _remembered(segment_lengths, dilation_rates, head_offsets)
+
+
+@lru_cache
+def _remembered(segment_lengths: tuple[int, ...], dilation_rates: tuple[int, ...], head_offsets: str) -> Any:
+    branches = Branches(segment_lengths, dilation_rates, head_offsets)
+    return branches, branches.alone()
+
+
+# What torch.compiler.assume_constant_result does, without importing torch's whole compiler with this package.
+_branches_of._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -1,0 +1,61 @@
+"""The blocks of dilated attention count every pair as often as the branches do."""
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dilated_attention_pytorch import Branches
+from dilated_attention_pytorch.layout import layout_of_branches
+from tests.strategies import branches, lengths
+
+
+def counted(which, heads, seq_q, seq_k, is_causal):
+    """One pair at a time."""
+    found = torch.zeros(heads, seq_q, seq_k, dtype=torch.int32)
+    for head in range(heads):
+        for i in range(seq_q):
+            position = i + seq_k - seq_q
+            for j in range(seq_k):
+                if position >= 0 and not (is_causal and j > position):
+                    found[head, i, j] = which.times(position, j, head, heads)
+    return found
+
+
+@given(st.data())
+@settings(max_examples=60)
+def test_every_pair(data):
+    seq_q, seq_k = data.draw(lengths(60))
+    which, heads, is_causal = data.draw(branches(60)), data.draw(st.integers(1, 4)), data.draw(st.booleans())
+    options = data.draw(st.sampled_from([{}, {"block_size": 16}, {"block_size": 16, "classes": 3}, {"classes": 4}]))
+    layout = layout_of_branches(which, seq_q, seq_k, num_heads=heads, is_causal=is_causal, **options)
+    dense = layout.to_dense().expand(heads, -1, -1)
+    assert torch.equal(dense, counted(which, heads, seq_q, seq_k, is_causal))
+    # What a backend may skip: blocks that are even and full are so in every pair.
+    _, _, _, rule = layout.entries()
+    times = layout.by_query.rule_ids[: len(rule)]
+    assert (times[rule < 0] > 0).all()
+    assert layout.uneven == bool((times == 0).any())
+
+
+def test_longnet_reads_a_key_once():
+    """[2048, 4096, 8192] × [1, 2, 4] has 3,584 keys a query, 2,816 of them different; every block is even."""
+    layout = layout_of_branches(Branches((2048, 4096, 8192), (1, 2, 4)), 16384, num_heads=8)
+    assert (layout.classes, layout.block_q, layout.uneven) == (4, 128, False)
+    assert layout.num_active_blocks * 128 * 128 == 8 * 16384 * 2816
+    assert int(layout.by_query.rule_ids.long().sum()) * 128 * 128 == 8 * 16384 * 3584
+
+
+def test_heads_alike_share_a_list():
+    layout = layout_of_branches(Branches((64, 128), (1, 1)), 256, num_heads=8)
+    assert layout.num_heads is None
+    assert len(layout.branches) == 1
+
+
+def test_moves_and_flattens():
+    layout = layout_of_branches(Branches((33, 70), (1, 3)), 100, num_heads=3, block_size=16)
+    tensors, sizes = layout.flatten(ordered=True, by_key=True)
+    (again,) = type(layout).unflatten_all(tensors, sizes)
+    assert torch.equal(again.to_dense(), layout.to_dense())
+    assert again.uneven == layout.uneven
+    first, second = type(layout).unflatten_all([*tensors, *layout.flatten()[0]], [*sizes, *layout.flatten()[1]])
+    assert torch.equal(second.to_dense(), first.to_dense())
