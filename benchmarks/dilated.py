@@ -236,7 +236,10 @@ def main() -> int:
     args = parser.parse_args()
     device = args.device
     out = args.out or HERE / "results" / ("dilated.json" if device == "cuda" else "dilated_cpu.json")
-    record: dict[str, Any] = {"environment": environment(), "command": " ".join(["python benchmarks/dilated.py"] + sys.argv[1:])}
+    record: dict[str, Any] = {
+        "environment": environment(),
+        "command": " ".join(["python benchmarks/dilated.py", *sys.argv[1:]]),
+    }
     if args.commit:
         record["environment"]["commit"] = args.commit
     if device == "cuda":

@@ -101,9 +101,7 @@ def test_random_calls(part):
         seq, heads_kv = chance.randrange(1, 800), chance.randrange(1, 4)
         seq_q = chance.choice([seq, seq, chance.randrange(1, 800)])
         heads = heads_kv * chance.choice([1, 2])
-        case = case_of(
-            branches, seq=seq, seq_q=seq_q, heads=heads, heads_kv=heads_kv, is_causal=chance.random() < 0.5
-        )
+        case = case_of(branches, seq=seq, seq_q=seq_q, heads=heads, heads_kv=heads_kv, is_causal=chance.random() < 0.5)
         try:
             assert_exact(case, "triton")
         except AssertionError as error:

@@ -296,13 +296,15 @@ class _Call:
         num, in_parts = self.layout.num_q_blocks // classes, -(-in_parts // classes)
         parts = -(-num // max(1, int(self.enlarge * elements) // row))
         parts = min(num, -(-parts // in_parts) * in_parts)
-        cuts = [(c * num + num * i // parts, c * num + num * (i + 1) // parts) for c in range(classes) for i in range(parts)]
+        cuts = [
+            (c * num + num * i // parts, c * num + num * (i + 1) // parts) for c in range(classes) for i in range(parts)
+        ]
         return [range(*cut) for cut in cuts]
 
     def _of_key_head(
         self, sample: int, key_head: int, ranges: list[range], keys: Tensor, values: Tensor
     ) -> Iterator[_Unit]:
-        layout, group = self.layout, self.num_heads // self.key_heads
+        group = self.num_heads // self.key_heads
         firsts = range(key_head * group, (key_head + 1) * group, self.stacked)
         for head in firsts:
             for rows in ranges:

@@ -32,7 +32,8 @@ def rows_kernel(
 ):  # fmt: skip
     """What the other kernels need of each row, for a tile of queries of one head: lse in their units, and delta.
 
-    It is stored in the order of blocks. Rows without keys, and those that fill up the last block, get +inf, so that no weight comes of them, and 0.
+    It is stored in the order of blocks. Rows without keys, and those that fill up the last block, get +inf, so that no
+    weight comes of them, and 0.
     """
     num_tiles = padded_q // TILE
     which = tl.program_id(0) // num_tiles

@@ -92,18 +92,20 @@ def token_of(row, residue, classes, DILATED: gl.constexpr):
 
 
 @gluon.jit
-def turns_of(total):
+def turns_of(total, SNAKE: gl.constexpr):
     """How many tiles a program takes."""
     turns = total // gl.num_programs(0)
-    return turns + (tile_number(turns) < total).to(gl.int32)
+    return turns + (tile_number(turns, SNAKE) < total).to(gl.int32)
 
 
 @gluon.jit
-def tile_number(turn):
-    """Which tile a program takes: dealt out there and back again, so that who got the longest of one round gets the
+def tile_number(turn, SNAKE: gl.constexpr):
+    """Which tile a program takes. Dealt out there and back again (SNAKE), who got the longest of one round gets the
     shortest of the next."""
     programs, seat = gl.num_programs(0), gl.program_id(0)
-    return turn * programs + gl.where(turn % 2 == 0, seat, programs - 1 - seat)
+    if SNAKE:
+        seat = gl.where(turn % 2 == 0, seat, programs - 1 - seat)
+    return turn * programs + seat
 
 
 @gluon.jit
@@ -133,7 +135,7 @@ def _fetch(
     indices, work, heads, group, num_blocks, lists_a_sample, heads_a_list, total, classes, walked, steps = lists
     q_step, k_step, v_step = steps
     PER: gl.constexpr = BLOCK_K // TILE_K
-    step, turns = 0, turns_of(total)
+    step, turns = 0, turns_of(total, True)
     sample, head, residue, query, _, start, _, stop = tile_of(
         gl.program_id(0), work, heads, num_blocks, classes, lists_a_sample, heads_a_list, 1, BLOCK_Q, DILATED
     )
@@ -141,8 +143,8 @@ def _fetch(
     for turn in range(turns):
         # Reading lists takes as long as a block of work: the next tile and the next block are asked for in time.
         next_sample, next_head, next_residue, next_query, _, next_start, _, next_stop = tile_of(
-            gl.minimum(tile_number(turn + 1), total - 1), work, heads, num_blocks, classes, lists_a_sample, heads_a_list, 1,
-            BLOCK_Q, DILATED,
+            gl.minimum(tile_number(turn + 1, True), total - 1), work, heads, num_blocks, classes, lists_a_sample,
+            heads_a_list, 1, BLOCK_Q, DILATED,
         )  # fmt: skip
         place = turn % Q_RING
         mbarrier.wait(q_empty.index(place), (turn // Q_RING & 1) ^ 1)
@@ -198,7 +200,7 @@ def _compute(
     lane = gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
     key_lane = gl.arange(0, TILE_K, gl.SliceLayout(0, SCORES))
 
-    step, issued, turns = 0, 0, turns_of(total)
+    step, issued, turns = 0, 0, turns_of(total, True)
     sample, head, residue, query_from, _, start, split, stop = tile_of(
         gl.program_id(0), work, heads, num_blocks, classes, lists_a_sample, heads_a_list, 1, BLOCK_Q, DILATED
     )
@@ -210,8 +212,8 @@ def _compute(
     for turn in range(turns):
         # What the next tile is: asked for now, read when this one is done.
         next_sample, next_head, next_residue, next_query, _, next_start, next_split, next_stop = tile_of(
-            gl.minimum(tile_number(turn + 1), total - 1), work, heads, num_blocks, classes, lists_a_sample, heads_a_list, 1,
-            BLOCK_Q, DILATED,
+            gl.minimum(tile_number(turn + 1, True), total - 1), work, heads, num_blocks, classes, lists_a_sample,
+            heads_a_list, 1, BLOCK_Q, DILATED,
         )  # fmt: skip
         q = q_buffers.index(turn % Q_RING * 2 + WHO)
         row = token_of(query_from + WHO * ROWS + lane, residue, classes, DILATED)
@@ -244,9 +246,7 @@ def _compute(
         weights = gl.exp2(scores * scale - gl.expand_dims(base - raised, 1))
         sums = gl.sum(weights, 1)
         if DROPOUT:
-            key = gl.expand_dims(
-                _keys(indices, start, stop, 0, key_lane, walked, classes, BLOCK_K, TILE_K, DILATED), 0
-            )
+            key = gl.expand_dims(_keys(indices, start, stop, 0, key_lane, walked, classes, BLOCK_K, TILE_K, DILATED), 0)
             stays = kept(seed, sample * heads + head, query, key, threshold)
             weights = gl.where(stays, weights * keep_scale, 0.0)
         operand = gl.convert_layout(weights.to(dtype), WEIGHTS)
@@ -357,7 +357,7 @@ def _hide(
     ANY: gl.constexpr, NAMED: gl.constexpr, SINGLE: gl.constexpr, DOCUMENTS: gl.constexpr, PADDING: gl.constexpr,
     DOCUMENT_IDS: gl.constexpr, DILATED: gl.constexpr,
 ):  # fmt: skip
-    """Scores with −inf where a pair is not allowed; the block is partial, or ANY: full, partial, or not there at all."""
+    """Scores with −inf where a pair is not allowed. The block is partial, or ANY: full, partial, not there at all."""
     if SINGLE and not NAMED and not ANY and not PADDING and not DOCUMENT_IDS:
         seen = (key >= first) & (key <= last)
     else:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import warnings
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -164,9 +164,9 @@ class Call:
         tile_k, q_ring, kv_ring = HOPPER_FORWARD[self.head_dim]
         tile_k = min(tile_k, layout.block_k)
         total = layout.num_q_blocks * (layout.block_q // 128) * self.batch * self.heads
-        tensors = [(x, rows, layout.classes) for x, rows in zip((self.q, self.k, self.v, out), (64, tile_k, tile_k, 64))]
+        described = self._described((self.q, self.k, self.v, out), (64, tile_k, tile_k, 64))
         hopper_forward.forward_kernel[(min(total, _num_processors(self.q.device)),)](
-            *itertools.starmap(hopper_forward.describe, tensors), lse, *self._by_query(), *self.masks,
+            *described, lse, *self._by_query(), *self.masks,
             *self.sizes, layout.num_q_blocks, *self.list_sizes, total, layout.num_k_blocks // layout.classes,
             *(x.stride(1) for x in (self.q, self.k, self.v)), self.units, *self.dropout,
             **self._hopper_flags(), TILE_K=tile_k, Q_RING=q_ring, KV_RING=kv_ring, num_warps=4, maxnreg=168,
@@ -176,24 +176,30 @@ class Call:
         self, do: Tensor, of_rows: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, *, of_keys: bool
     ) -> None:
         layout = self.layout
-        stream, ring = HOPPER_BACKWARD[self.head_dim]
+        stream, ring, snake = HOPPER_BACKWARD[self.head_dim]
         stream = min(stream, layout.block_q if of_keys else layout.block_k)
         if of_keys:
-            lists, work, num_blocks, walked = layout.by_key, layout.key_work, layout.num_k_blocks, layout.num_q_blocks
+            lists, work = layout.by_key, layout.key_work
+            num_blocks, walked = layout.num_k_blocks, layout.num_q_blocks
             total = num_blocks * (layout.block_k // 128) * self.batch * self.heads_kv
         else:
-            lists, work, num_blocks, walked = layout.by_query, layout.query_work, layout.num_q_blocks, layout.num_k_blocks
+            lists, work = layout.by_query, layout.query_work
+            num_blocks, walked = layout.num_q_blocks, layout.num_k_blocks
             total = num_blocks * (layout.block_q // 128) * self.batch * self.heads
         of_q, of_k = (stream, 64) if of_keys else (64, stream)
         inputs = (self.q, self.k, self.v, do)
-        tensors = [(x, rows, layout.classes) for x, rows in zip(inputs, (of_q, of_k, of_k, of_q))]
         hopper_backward.backward_kernel[(min(total, _num_processors(self.q.device)),)](
-            *itertools.starmap(hopper_forward.describe, tensors), hopper_forward.describe_rows(of_rows, stream),
+            *self._described(inputs, (of_q, of_k, of_k, of_q)), hopper_forward.describe_rows(of_rows, stream),
             of_rows[0], of_rows[1], dq, dk, dv, *lists.tensors(), work, *self.masks,
             self.batch, *self.sizes, num_blocks, *self.list_sizes, total, walked // layout.classes,
-            *(x.stride(1) for x in inputs), self.units, self.scale, *self.dropout, **self._hopper_flags(), STREAM=stream, RING=ring, OWN_LISTS=self.own_lists, OF_KEYS=of_keys,
+            *(x.stride(1) for x in inputs), self.units, self.scale, *self.dropout,
+            **self._hopper_flags(), STREAM=stream, RING=ring, OWN_LISTS=self.own_lists, OF_KEYS=of_keys, SNAKE=snake,
             num_warps=4, maxnreg=168,
         )  # fmt: skip
+
+    def _described(self, tensors: Sequence[Tensor], rows: Sequence[int]) -> list[Any]:
+        """For the Hopper kernels' copies of so many rows."""
+        return [hopper_forward.describe(x, num, self.layout.classes) for x, num in zip(tensors, rows, strict=True)]
 
     def _hopper_flags(self) -> dict[str, Any]:
         return {name: value for name, value in self.flags.items() if name not in ("PADDED_D", "PRECISION", "NATURAL")}

@@ -177,9 +177,7 @@ def _find_blocks(head: tuple[tuple[int, int, int], ...], queries: _Side, keys: _
     return BlockList.pack(query_block, key_block, partial, times, queries.num_blocks)
 
 
-def _of_branch(
-    segment: int, dilation: int, offset: int, queries: _Side, keys: _Side
-) -> tuple[Tensor, Tensor, Tensor]:
+def _of_branch(segment: int, dilation: int, offset: int, queries: _Side, keys: _Side) -> tuple[Tensor, Tensor, Tensor]:
     """Pairs of blocks that share a segment and a phase, and whether the branch keeps every token of both."""
     device, classes = queries.device, queries.classes
     shared = math.gcd(dilation, classes)
@@ -204,7 +202,9 @@ def _of_branch(
     last_row = (stop - 1 - residue) // classes
     block = row // keys.block
     which, key_row = ragged(
-        torch.arange(len(row), device=device), block, torch.where(last_row >= row, last_row // keys.block - block + 1, 0)
+        torch.arange(len(row), device=device),
+        block,
+        torch.where(last_row >= row, last_row // keys.block - block + 1, 0),
     )
     key_block = residue[which] * keys.per_class + key_row
     alike = inside[which] & (keys.first[key_block] >= start[which]) & (keys.last[key_block] < stop[which])

@@ -50,8 +50,8 @@ class BlockLayout:
         documents: int32 [2, seq_q], see `layout.rules`; empty without packed documents.
         kind: "full" or "causal" where the layout is that whole pattern, else None.
         classes: blocks take every `classes`-th token: first those of the tokens ≡ 0 modulo it, then ≡ 1, and so on.
-        branches: int32 [lists, branches, 3], see `layout.branches`; empty unless the layout is one of dilated attention.
-            There `rule_ids` says how often every pair of a block counts, 0 where that differs from pair to pair.
+        branches: int32 [lists, branches, 3], see `layout.branches`; empty but for dilated attention. There `rule_ids`
+            says how often every pair of a block counts, 0 where that differs from pair to pair.
         uneven: whether there is such a block.
     """
 

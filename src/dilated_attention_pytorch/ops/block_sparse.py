@@ -90,7 +90,8 @@ def attend(
     _refuse_forward_mode(q, k, v)
     ordered = getattr(chosen, "ordered", False)
     training = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    tensors, sizes = [], []
+    tensors: list[Tensor] = []
+    sizes: list[int] = []
     for each in (layout, *parts):
         more_tensors, more_sizes = each.flatten(ordered=ordered, by_key=ordered and training)
         tensors, sizes = tensors + more_tensors, sizes + more_sizes
@@ -113,8 +114,8 @@ def _with_constant_shares(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, T
     """Parts of a row's keys mixed by their denominators, which get no gradient; lse gets its own."""
     lse = torch.logsumexp(torch.stack([lse for _, lse in parts]), dim=0)
     shares = [torch.exp(part_lse - torch.where(lse == -torch.inf, 0.0, lse)).detach() for _, part_lse in parts]
-    out = sum(part * share.transpose(1, 2)[..., None] for (part, _), share in zip(parts, shares, strict=True))
-    return out, lse
+    mixed = [part * share.transpose(1, 2)[..., None] for (part, _), share in zip(parts, shares, strict=True)]
+    return torch.stack(mixed).sum(0), lse
 
 
 def _refuse_forward_mode(*tensors: Tensor) -> None:
@@ -201,12 +202,13 @@ def _backward(
     if not parts:
         return chosen.backward(do, dlse, q, k, v, out, lse, whole, extras)
     # With the lse of the whole, the weights of a part are its own times its share of the row: a constant.
-    grads: tuple[Tensor, ...] = ()
+    dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     for part in parts:
         part_out, _ = chosen.forward(q, k, v, part, extras)
         more = chosen.backward(do, dlse, q, k, v, part_out, lse, part, extras)
-        grads = tuple(total.add_(x) for total, x in zip(grads, more, strict=True)) if grads else more
-    return grads
+        for total, x in zip((dq, dk, dv), more, strict=True):
+            total += x
+    return dq, dk, dv
 
 
 @_backward.register_fake
@@ -246,9 +248,7 @@ _forward.register_autograd(_differentiate, setup_context=_save)
 
 
 def _no_second_derivative(ctx: Any, *grads: Tensor) -> None:
-    raise RuntimeError(
-        "attention has no second derivative; use backend='reference' to differentiate twice"
-    )
+    raise RuntimeError("attention has no second derivative; use backend='reference' to differentiate twice")
 
 
 _backward.register_autograd(_no_second_derivative)

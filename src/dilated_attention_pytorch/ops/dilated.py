@@ -58,9 +58,7 @@ def dilated_attention(
     check_branches(segment_lengths, dilation_rates)
     branches, alone = _branches_of(tuple(segment_lengths), tuple(dilation_rates), head_offsets)
     with autocast_off:
-        layout, extras = check_call(
-            q, k, v, branches, is_causal, scale, dropout_p, key_padding_mask, None, return_lse
-        )
+        layout, extras = check_call(q, k, v, branches, is_causal, scale, dropout_p, key_padding_mask, None, return_lse)
         parts = []
         if detach_branch_weights and len(alone) > 1:
             parts = [resolve_layout(q, k, branch, is_causal) for branch in alone]
