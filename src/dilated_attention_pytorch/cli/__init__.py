@@ -1,6 +1,7 @@
 """The command `dilated-attention`. It needs typer and rich, which nothing else in the package imports.
 
     dilated-attention demo [--tokens 65536] [--out demo_output] [--quick] [--debug]
+    dilated-attention plan [--tokens 131072] [--device H200] [--training] [--world-size 8] …
 
 Exit status: 0, 1 for an error (one line on stderr; the traceback with --debug), 2 for arguments that make no sense.
 """
@@ -8,7 +9,7 @@ Exit status: 0, 1 for an error (one line on stderr; the traceback with --debug),
 # No `from __future__ import annotations`: typer reads the annotations, and its own name is known only in here.
 import io
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Optional
 
@@ -38,6 +39,7 @@ def _app() -> "typer.Typer":
     import typer
 
     from . import demo as demo_module
+    from . import plan as plan_module
 
     app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
@@ -58,13 +60,106 @@ def _app() -> "typer.Typer":
         debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
     ) -> None:
         """Check exactness here and now, draw patterns, and race a long sequence against dense attention, on the CPU."""
-        try:
-            demo_module.run(tokens=tokens, out=out, quick=quick)
-        except EXPECTED as error:
-            if debug:
-                raise
-            first, *_ = str(error).splitlines() or [type(error).__name__]
-            print(f"error: {first}", file=sys.stderr)
-            raise typer.Exit(1) from None
+        _reported(lambda: demo_module.run(tokens=tokens, out=out, quick=quick), debug)
+
+    @app.command()
+    def plan(
+        tokens: Annotated[int, typer.Option(min=1, help="Length of the sequence, of all devices together.")] = 131072,
+        batch: Annotated[int, typer.Option(min=1, help="Samples.")] = 1,
+        heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 8,
+        heads_kv: Annotated[
+            Optional[int],  # noqa: UP045
+            typer.Option(min=1, help="Key heads.", show_default="as many"),
+        ] = None,
+        head_dim: Annotated[int, typer.Option(min=1, help="Width of a head.")] = 64,
+        dtype: Annotated[str, typer.Option(help="float64, float32, bfloat16 or float16.")] = "bfloat16",
+        training: Annotated[bool, typer.Option("--training", help="Forward and backward.")] = False,
+        causal: Annotated[bool, typer.Option("--causal", help="No query sees a later key.")] = False,
+        dense: Annotated[bool, typer.Option("--dense", help="Plain attention instead of a pattern.")] = False,
+        pattern_type: Annotated[
+            Optional[str],  # noqa: UP045
+            typer.Option(help="dilated_sparse, local_window, global_local or hierarchical.", show_default="the first"),
+        ] = None,
+        ratio: Annotated[
+            Optional[float],  # noqa: UP045
+            typer.Option(help="Share of blocks kept by dilated_sparse.", show_default="0.1"),
+        ] = None,
+        block_size: Annotated[
+            Optional[int],  # noqa: UP045
+            typer.Option(help="Tokens a block.", show_default="128"),
+        ] = None,
+        segment_lengths: Annotated[
+            Optional[str],  # noqa: UP045
+            typer.Option(help="As 2048,4096.", show_default="2048,4096,8192"),
+        ] = None,
+        dilation_rates: Annotated[
+            Optional[str],  # noqa: UP045
+            typer.Option(help="As 1,2.", show_default="1,2,4"),
+        ] = None,
+        backend: Annotated[str, typer.Option(help="The one to use.")] = "auto",
+        device: Annotated[
+            Optional[str],  # noqa: UP045
+            typer.Option(help="cpu, cuda or the name of a GPU, as 'GTX 1080' or H200.", show_default="this machine's"),
+        ] = None,
+        budget: Annotated[
+            Optional[float],  # noqa: UP045
+            typer.Option(min=0.001, help="GiB of each device.", show_default="all of it"),
+        ] = None,
+        world_size: Annotated[int, typer.Option(min=1, help="Devices of a ring.")] = 1,
+        seeds: Annotated[bool, typer.Option(help="The tables of the design documents, recomputed.")] = True,
+        debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    ) -> None:
+        """What a call of attention holds, how long a sequence can be, and the seeds' tables recomputed. By arithmetic."""
+        if dtype not in plan_module.DTYPES:
+            raise typer.BadParameter(f"must be one of {', '.join(plan_module.DTYPES)}", param_hint="--dtype")
+
+        def planned() -> None:
+            config = plan_module.config_of(
+                _ints("--segment-lengths", segment_lengths),
+                _ints("--dilation-rates", dilation_rates),
+                dense=dense,
+                heads=heads,
+                heads_kv=heads_kv,
+                head_dim=head_dim,
+                backend=backend,
+                pattern_type=pattern_type,
+                sparsity_ratio=ratio,
+                block_size=block_size,
+            )
+            plan_module.run(
+                config,
+                tokens=tokens,
+                batch=batch,
+                dtype=plan_module.DTYPES[dtype],
+                training=training,
+                is_causal=causal,
+                device=device,
+                budget_gib=budget,
+                world_size=world_size,
+                seeds=seeds,
+            )
+
+        _reported(planned, debug)
 
     return app
+
+
+def _ints(name: str, text: str | None) -> list[int] | None:
+    try:
+        return None if text is None else [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(f"{name} must be integers with commas between them, got {text!r}") from None
+
+
+def _reported(run: Callable[[], None], debug: bool) -> None:
+    """Run it; what can be expected to go wrong is one line on stderr and status 1."""
+    import typer
+
+    try:
+        run()
+    except EXPECTED as error:
+        if debug:
+            raise
+        first, *_ = str(error).splitlines() or [type(error).__name__]
+        print(f"error: {first}", file=sys.stderr)
+        raise typer.Exit(1) from None

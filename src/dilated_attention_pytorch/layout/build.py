@@ -319,19 +319,13 @@ def _(rule: Blocks, rows: Tensor, num_blocks: int) -> tuple[Tensor, Tensor]:
 
 @_width.register
 def _(rule: DilatedBlocks, num_blocks: int) -> int:
-    return len(rule.branches) * _turns(rule, num_blocks)
-
-
-def _turns(rule: DilatedBlocks, num_blocks: int) -> int:
-    """Each branch alone would spend the budget, or run dry, within so many turns."""
-    longest = max(ceil_div(min(segment, num_blocks), dilation) for segment, dilation in rule.branches)
-    return min(rule.budget(num_blocks), longest)
+    return len(rule.branches) * rule.turns(num_blocks)
 
 
 @_key_blocks.register
 def _(rule: DilatedBlocks, rows: Tensor, num_blocks: int) -> tuple[Tensor, Tensor]:
     row = rows[:, None]
-    turn = torch.arange(_turns(rule, num_blocks), device=rows.device)
+    turn = torch.arange(rule.turns(num_blocks), device=rows.device)
     offers = []
     for segment, dilation in rule.branches:
         start = row - row % segment

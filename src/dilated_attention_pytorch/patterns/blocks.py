@@ -144,12 +144,17 @@ class DilatedBlocks(BlockPattern):
             (ceil_div(w, self.block_size), r) for w, r in zip(self.segment_lengths, self.dilation_rates, strict=True)
         ]
 
+    def turns(self, num_blocks: int) -> int:
+        """Each branch alone would spend the budget, or run dry, within so many turns."""
+        longest = max(ceil_div(min(segment, num_blocks), dilation) for segment, dilation in self.branches)
+        return min(self.budget(num_blocks), longest)
+
     def key_blocks(self, row: int, num_blocks: int) -> Iterable[int]:
         if row < 0:
             return ()
         taken: dict[int, None] = {}
         budget = self.budget(num_blocks)
-        for turn in range(num_blocks):
+        for turn in range(self.turns(num_blocks)):
             for segment, dilation in self.branches:
                 start = row - row % segment
                 back = (row - start) // dilation

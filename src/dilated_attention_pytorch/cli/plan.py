@@ -1,0 +1,150 @@
+"""`dilated-attention plan`: will it fit, how long can it be, and the seeds' tables recomputed. Allocates nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from ..memory import AttentionConfig, Device, MemoryPlan, max_sequence_length, plan_memory, recommend
+from ..memory.devices import GIB, as_text
+from ..patterns import Full, SparsePatternConfig
+
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+# The seeds' variants; their figures, in GB, were measured on a GTX 1080.
+VARIANTS: dict[str, SparsePatternConfig | None] = {
+    "Dense": None,
+    "90% Sparse": SparsePatternConfig(sparsity_ratio=0.1),
+    "95% Sparse": SparsePatternConfig(sparsity_ratio=0.05),
+    "99% Sparse": SparsePatternConfig(sparsity_ratio=0.01),
+    "Hierarchical": SparsePatternConfig(pattern_type="hierarchical"),
+}
+SEEDS_16K = {"Dense": 0.539, "90% Sparse": 0.531, "95% Sparse": 0.531, "99% Sparse": 0.531, "Hierarchical": 2.208}
+SEEDS_BY_LENGTH = {4096: 0.133, 8192: 0.266, 16384: 0.531, 32768: 1.063}
+SEEDS_LONGEST = {"GTX 1080": ("65K", "65K"), "V100": ("130K", "400K"), "A100": ("200K", "1M+"), "H100": ("200K", "1M+")}
+SEEDS_RING = {("GTX 1080", 2): "130K", ("V100", 4): "1.6M", ("A100", 8): "8M+"}
+
+
+def config_of(
+    segment_lengths: Sequence[int] | None,
+    dilation_rates: Sequence[int] | None,
+    *,
+    dense: bool,
+    heads: int,
+    heads_kv: int | None,
+    head_dim: int,
+    backend: str,
+    **fields: Any,
+) -> AttentionConfig:
+    """The configuration that the options name: those of `SparsePatternConfig`, and segments."""
+    given = {name: value for name, value in fields.items() if value is not None}
+    sizes: dict[str, Any] = {"heads": heads, "heads_kv": heads_kv, "head_dim": head_dim, "backend": backend}
+    if dense:
+        if given or segment_lengths or dilation_rates:
+            raise ValueError("--dense takes no options of a pattern")
+        return AttentionConfig(pattern=Full(), **sizes)
+    config = SparsePatternConfig(**given)
+    if (segment_lengths is None) != (dilation_rates is None):
+        raise ValueError("--segment-lengths and --dilation-rates must be given together or not at all")
+    if segment_lengths and not config.uses_segments:
+        raise ValueError(f"--segment-lengths has no meaning for pattern type {config.pattern_type!r}")
+    branches = (segment_lengths, dilation_rates) if segment_lengths and dilation_rates else ()
+    return AttentionConfig(
+        pattern=config.pattern(*branches), causal_pattern=config.pattern(*branches, is_causal=True), **sizes
+    )
+
+
+def run(
+    config: AttentionConfig,
+    *,
+    tokens: int,
+    device: str | None,
+    budget_gib: float | None,
+    world_size: int,
+    seeds: bool,
+    **options: Any,
+) -> None:
+    """Print the plan, the longest sequence and a recommendation. ValueError if the plan does not fit."""
+    console = Console(highlight=False)
+    where = Device.of(device)
+    budget = where.budget if budget_gib is None else int(budget_gib * GIB)
+    where = Device(where.name, where.type, budget, where.capability)
+    plan = plan_memory(config, tokens, world_size=world_size, device=where, **options)
+    console.print(_table(plan, tokens, training=options["training"]))
+    longest = max_sequence_length(config, where, world_size=world_size, **options)
+    room = f"{as_text(budget)} on {where.name}"
+    console.print(f"Longest sequence in {room}, {plan.world_size} device(s): {longest:,} tokens.")
+    advice = {name: value for name, value in options.items() if name != "block_size"}
+    sizes = {"heads": config.heads, "heads_kv": config.heads_kv, "head_dim": config.head_dim}
+    console.print("\nAdvice for this length:", style="bold")
+    for line in _advice(tokens, where, **advice, **sizes):
+        console.print(f"  {line}", soft_wrap=True)
+    if seeds:
+        for table in seed_tables():
+            console.print()
+            console.print(table)
+    if not plan.fits:
+        raise ValueError(
+            f"{tokens:,} tokens take {as_text(plan.peak_bytes)} and do not fit {room}; {longest:,} tokens do"
+        )
+
+
+def _advice(tokens: int, where: Device, **options: Any) -> list[str]:
+    try:
+        found = recommend(tokens, where, **options)
+    except ValueError as error:
+        return [str(error)]
+    return [*found.reasons, f"Options: {found.options or 'dense attention'}"]
+
+
+def _table(plan: MemoryPlan, tokens: int, *, training: bool) -> Table:
+    what = "forward and backward" if training else "forward"
+    shape = plan.shape
+    table = Table(
+        title=f"{tokens:,} tokens, {shape.batch} x {shape.heads} heads x {shape.head_dim}, {what}, {plan.backend} backend"
+    )
+    table.add_column("item")
+    table.add_column("kind")
+    for phase in plan.phases:
+        table.add_column(phase, justify="right")
+    for item in plan.items:
+        table.add_row(
+            item.name, item.kind, *(as_text(item.bytes) if phase in item.phases else "" for phase in plan.phases)
+        )
+    table.add_section()
+    table.add_row("all of them", "", *(as_text(total) for total in plan.phases.values()))
+    return table
+
+
+def seed_tables() -> list[Table]:
+    """The seeds' tables: 8 heads x 64, float16, one sample, forward."""
+    options: dict[str, Any] = {"dtype": torch.float16, "device": "GTX 1080"}
+    configs = {name: AttentionConfig.of(config or Full()) for name, config in VARIANTS.items()}
+
+    def gigabytes(name: str, tokens: int, **more: Any) -> str:
+        return f"{plan_memory(configs[name], tokens, **{**options, **more}).peak_bytes / 1e9:.3f} GB"
+
+    peaks = Table("variant", "seeds, measured", "planned", title="Peak memory, 16,384 tokens, GTX 1080")
+    for name, theirs in SEEDS_16K.items():
+        peaks.add_row(name, f"{theirs:.3f} GB", gigabytes(name, 16384))
+    named = ("Dense", "95% Sparse", "99% Sparse")
+    lengths = Table("tokens", "seeds, all three", *named, title="Peak memory by length, GTX 1080, planned")
+    for tokens, theirs in SEEDS_BY_LENGTH.items():
+        lengths.add_row(f"{tokens:,}", f"{theirs:.3f} GB", *(gigabytes(name, tokens) for name in named))
+
+    def longest(name: str, gpu: str, world_size: int = 1) -> str:
+        tokens = max_sequence_length(configs[name], gpu, dtype=torch.float16, world_size=world_size)
+        return f"{tokens:,}"
+
+    single = Table("GPU", "memory", "seeds: dense, 99%", "Dense", "99% Sparse", title="Longest sequence, one GPU")
+    for gpu, theirs in SEEDS_LONGEST.items():
+        memory = as_text(Device.of(gpu).budget)
+        single.add_row(gpu, memory, ", ".join(theirs), longest("Dense", gpu), longest("99% Sparse", gpu))
+    ring = Table("devices", "seeds: 99%", "99% Sparse", title="Longest sequence, a ring")
+    for (gpu, count), theirs in SEEDS_RING.items():
+        ring.add_row(f"{count} x {gpu}", theirs, longest("99% Sparse", gpu, count))
+    return [peaks, lengths, single, ring]

@@ -1,0 +1,442 @@
+"""Will it fit, how long can I go, and what should I take?
+
+    plan = plan_memory(module, 131072, dtype=torch.bfloat16, training=True)   # heads=8, head_dim=64
+    print(plan)                                                               # every tensor, and the peak
+    max_sequence_length(module, "H200", dtype=torch.bfloat16)
+    recommend(1_000_000, "A100").options                                      # for create_block_sparse_attention
+
+All of it is arithmetic on shapes: instant, and nothing is allocated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from ..layout import BlockLayout
+from ..patterns import Causal, Full, Pattern, PerHead, SparsePatternConfig
+from ..patterns.base import check_flag, check_int
+from ..patterns.blocks import ceil_div
+from .devices import Device, as_text
+from .estimate import PHASES, Item, ListSize, Shape, attention_items, peak_of
+
+DEFAULT_BLOCK_SIZE = 128
+BACKENDS = ("auto", "sdpa", "triton", "blockwise", "reference")
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+LONGEST = 2**30 - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionConfig:
+    """What the planner must know of an attention module; `of` reads it off one.
+
+    Attributes:
+        pattern: who may attend, for calls that are not causal and for those that are; or a finished layout.
+        heads, heads_kv, head_dim: of the tensors.
+        embed_dim: of a module with projections, else None.
+        backend: "auto" or the one to use.
+    """
+
+    pattern: Pattern | BlockLayout
+    causal_pattern: Pattern | None = None
+    heads: int = 8
+    heads_kv: int | None = None
+    head_dim: int = 64
+    embed_dim: int | None = None
+    backend: str = "auto"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.pattern, Pattern | BlockLayout):
+            raise TypeError(f"pattern must be a Pattern or a BlockLayout, got {type(self.pattern).__name__}")
+        for name in ("heads", "heads_kv", "head_dim", "embed_dim"):
+            if getattr(self, name) is not None:
+                check_int(name, getattr(self, name), least=1)
+        if self.heads % (self.heads_kv or self.heads):
+            raise ValueError(f"heads must be a multiple of heads_kv, got {self.heads} and {self.heads_kv}")
+        if self.backend not in BACKENDS:
+            raise ValueError(f"backend must be one of {list(BACKENDS)}, got {self.backend!r}")
+
+    @classmethod
+    def of(cls, what: Any, **sizes: int | None) -> AttentionConfig:
+        """From a config, a pattern, a layout, a `SparsePatternConfig` or a module.
+
+        A module has `pattern(is_causal)` and `backend`; one with projections has an `attention` that has them, and
+        `num_heads`, `num_kv_heads`, `head_dim` and `embed_dim`. `sizes` are heads, heads_kv and head_dim where it
+        leaves them open.
+        """
+        given = {name: value for name, value in sizes.items() if value is not None}
+        if isinstance(what, cls):
+            return replace(what, **given)  # type: ignore[arg-type]
+        if isinstance(what, SparsePatternConfig):
+            return cls(pattern=what.pattern(), causal_pattern=what.pattern(is_causal=True), **given)  # type: ignore[arg-type]
+        if isinstance(what, Pattern | BlockLayout):
+            return cls(pattern=what, **given)  # type: ignore[arg-type]
+        known: dict[str, Any] = {}
+        if hasattr(what, "embed_dim"):
+            known = {"heads": what.num_heads, "heads_kv": what.num_kv_heads, "head_dim": what.head_dim}
+            for name in given.keys() & known.keys():
+                if given[name] != known[name]:
+                    raise ValueError(f"{name} must be that of the module, {known[name]}, got {given[name]}")
+            known["embed_dim"] = what.embed_dim
+            what = what.attention
+        if not callable(getattr(what, "pattern", None)):
+            raise TypeError(
+                "module_or_config must be an AttentionConfig, a Pattern, a BlockLayout, a SparsePatternConfig or an "
+                f"attention module of this package, got {type(what).__name__}"
+            )
+        patterns = {"pattern": what.pattern(False), "causal_pattern": what.pattern(True)}
+        return cls(**patterns, backend=what.backend, **{**given, **known})
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """What a call holds, item by item. Prints as a table.
+
+    Attributes:
+        items: every tensor, list and workspace, with its kind and the phases it is alive in.
+        backend: what runs.
+        shape: the tensors of one device.
+        world_size: devices that share the sequence.
+    """
+
+    items: tuple[Item, ...]
+    backend: str
+    shape: Shape
+    world_size: int
+    device: Device
+
+    @property
+    def phases(self) -> dict[str, int]:
+        """Bytes alive in each phase."""
+        return peak_of(self.items)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that is alive at once on one device, q, k and v included."""
+        return max(self.phases.values())
+
+    @property
+    def peak_phase(self) -> str:
+        return max(self.phases, key=lambda phase: self.phases[phase])
+
+    @property
+    def fits(self) -> bool:
+        return self.peak_bytes <= self.device.budget
+
+    def by_kind(self, phase: str | None = None) -> dict[str, int]:
+        """Bytes of each kind in a phase, the peak's by default."""
+        phase = self.peak_phase if phase is None else phase
+        if phase not in PHASES:
+            raise ValueError(f"phase must be one of {list(PHASES)}, got {phase!r}")
+        total: dict[str, int] = {}
+        for item in self.items:
+            if phase in item.phases:
+                total[item.kind] = total.get(item.kind, 0) + item.bytes
+        return total
+
+    def __str__(self) -> str:
+        width = max(len(item.name) for item in self.items)
+        lines = [
+            f"{item.name:{width}}  {as_text(item.bytes):>12}  {item.kind:10}  {', '.join(item.phases)}"
+            for item in self.items
+        ]
+        fits = "fits" if self.fits else "does not fit"
+        lines.append(
+            f"{'peak':{width}}  {as_text(self.peak_bytes):>12}  in {self.peak_phase}, {self.backend} backend; "
+            f"{fits} {self.device.name} ({as_text(self.device.budget)})"
+        )
+        return "\n".join(lines)
+
+
+def plan_memory(
+    module_or_config: Any,
+    seq_len: int,
+    batch: int = 1,
+    dtype: torch.dtype = torch.float32,
+    training: bool = False,
+    world_size: int = 1,
+    *,
+    is_causal: bool = False,
+    heads: int | None = None,
+    heads_kv: int | None = None,
+    head_dim: int | None = None,
+    block_size: int | None = None,
+    device: Device | torch.device | str | None = None,
+) -> MemoryPlan:
+    """The memory of one call, forward or forward and backward, above what was held before q, k and v existed.
+
+    Args:
+        module_or_config: see `AttentionConfig.of`.
+        seq_len: tokens of queries and keys, of all devices together.
+        training: with gradients, through the end of the backward pass.
+        world_size: devices of a ring that share the sequence; the plan is that of one of them.
+        heads, heads_kv, head_dim: of the tensors, 8, the same and 64 by default; a module with projections knows them.
+        block_size: of the layout; by default that of the pattern, or 128.
+        device: see `Device.of`; the current one by default. It decides which backend runs, and what fits.
+    """
+    for name, value in (("seq_len", seq_len), ("batch", batch), ("world_size", world_size)):
+        check_int(name, value, least=1)
+    if seq_len > LONGEST:
+        raise ValueError(f"seq_len must be at most {LONGEST}, got {seq_len}")
+    for name, flag in (("training", training), ("is_causal", is_causal)):
+        check_flag(name, flag)
+    if dtype not in DTYPES:
+        raise TypeError(f"dtype must be float64, float32, bfloat16 or float16, got {dtype}")
+    config = AttentionConfig.of(module_or_config, heads=heads, heads_kv=heads_kv, head_dim=head_dim)
+    where = Device.of(device)
+    lists = _lists(config, seq_len, is_causal, block_size).shared_by(world_size)
+    tokens = ceil_div(seq_len, world_size)
+    shape = Shape(
+        batch=batch,
+        seq_q=tokens,
+        seq_k=tokens,
+        heads=config.heads,
+        heads_kv=config.heads_kv or config.heads,
+        head_dim=config.head_dim,
+        dtype=dtype,
+    )
+    backend = _backend(config.backend, shape, lists, where, ring=world_size > 1)
+    threads = torch.get_num_threads() if where.type == "cpu" else 1
+    items = _inputs(config, shape, training)
+    items += attention_items(shape, lists, backend=backend, device=where.type, training=training, threads=threads)
+    if world_size > 1:
+        items += _ring(shape, training)
+    if where.type == "cuda":  # its allocator hands out multiples of 512 bytes
+        items = [item._replace(bytes=ceil_div(item.bytes, 512) * 512) for item in items]
+    return MemoryPlan(tuple(items), backend, shape, world_size, where)
+
+
+def _lists(config: AttentionConfig, seq_len: int, is_causal: bool, block_size: int | None) -> ListSize:
+    pattern = config.pattern
+    if isinstance(pattern, BlockLayout):
+        if pattern.lengths != (seq_len, seq_len):
+            raise ValueError(f"seq_len must be that of the layout, {pattern.lengths}, got {seq_len}")
+        return ListSize.of(pattern.causal if is_causal else pattern, seq_len, seq_len)
+    if is_causal:
+        pattern = config.causal_pattern or pattern & Causal()
+    if isinstance(pattern, PerHead) and len(pattern.patterns) not in (config.heads, config.heads_kv):
+        raise ValueError(f"heads must be the pattern's {len(pattern.patterns)}, got {config.heads}")
+    size = min(pattern.block_sizes, default=DEFAULT_BLOCK_SIZE) if block_size is None else block_size
+    return ListSize.of(pattern, seq_len, seq_len, size)
+
+
+def _backend(named: str, shape: Shape, lists: ListSize, device: Device, *, ring: bool) -> str:
+    """The backend that `ops.choose` takes for a plain call (a test asks both); a ring needs lse, which sdpa lacks."""
+    if named != "auto":
+        return named
+    half = shape.dtype in (torch.float16, torch.bfloat16)
+    grouped = shape.heads != shape.heads_kv and not (device.type == "cuda" and half)
+    wide = device.type != "cpu" and (shape.dtype == torch.float64 or shape.head_dim > 256)
+    if lists.kind is not None and not grouped and not wide and not ring:
+        return "sdpa"
+    if device.type == "cuda" and device.capability >= (8, 0) and not wide:
+        return "triton"
+    return "blockwise"
+
+
+def _inputs(config: AttentionConfig, shape: Shape, training: bool) -> list[Item]:
+    """q, k and v; or, for a module with projections, what they are made of and what becomes of out."""
+    kept: tuple[str, ...] = ("layout", "forward", "backward") if training else ("layout", "forward")
+    if config.embed_dim is None:
+        return [Item("q", "tensors", shape.q, kept), Item("k, v", "tensors", 2 * shape.k, kept)]
+    size, embed = shape.dtype.itemsize, config.embed_dim
+    x = shape.batch * shape.seq_q * embed * size
+    weights = size * (embed + 1) * (2 * embed + 2 * shape.heads_kv * shape.head_dim)
+    last = ("projection", "backward", "projection backward") if training else ("projection",)
+    everywhere = (*kept[:2], *last)
+    items = [
+        Item("parameters", "parameters", weights, everywhere),
+        Item("input", "tensors", x, everywhere),
+        Item("q, k, v", "tensors", shape.q + 2 * shape.k, (*kept[:2], *last[:2])),
+        Item("output", "tensors", x, last),
+    ]
+    if training:
+        backward = last[1:]
+        items += [
+            Item("out, kept", "tensors", shape.q + shape.lse, ("projection",)),
+            Item("doutput", "gradients", x, backward),
+            Item("parameter gradients", "gradients", weights, backward),
+            Item("dq, dk, dv", "gradients", 2 * (shape.q + 2 * shape.k), last[2:]),
+        ]
+    else:
+        items.append(Item("out, kept", "tensors", shape.q, ("projection",)))
+    return items
+
+
+def _ring(shape: Shape, training: bool) -> list[Item]:
+    """Two receive buffers of a shard's keys and values, and the running result in the compute dtype."""
+    phases = ("forward", "backward") if training else ("forward",)
+    partial = shape.q // shape.dtype.itemsize * shape.compute + shape.lse
+    items = [
+        Item("two receive buffers", "ring", 2 * 2 * shape.k, phases),
+        Item("running out and lse", "ring", partial, ("forward",)),
+    ]
+    if training:
+        travelling = 2 * shape.k // shape.dtype.itemsize * shape.compute
+        items.append(Item("dk, dv on their way", "ring", 2 * travelling, ("backward",)))
+    return items
+
+
+def max_sequence_length(
+    module_or_config: Any, budget: int | Device | torch.device | str | None = None, **options: Any
+) -> int:
+    """The longest sequence whose plan fits, to within a block, and at most 2³⁰ − 1 tokens.
+
+    Args:
+        budget: bytes, or a device whose memory is meant (see `Device.of`); the current device's by default.
+        options: those of `plan_memory`; with bytes, `device` says where.
+    """
+    device, options = _budget(budget, options)
+
+    def fits(tokens: int) -> bool:
+        return plan_memory(module_or_config, tokens, device=device, **options).fits
+
+    step = 256
+    if not fits(step):
+        smallest = plan_memory(module_or_config, step, device=device, **options)
+        raise ValueError(
+            f"budget must hold at least {step} tokens, which take {as_text(smallest.peak_bytes)}, "
+            f"got {as_text(device.budget)} ({device.name})"
+        )
+    low, high = 1, 2
+    while high * step <= LONGEST and fits(high * step):
+        low, high = high, 2 * high
+    while high - low > max(1, low >> 12):
+        middle = (low + high) // 2
+        low, high = (middle, high) if middle * step <= LONGEST and fits(middle * step) else (low, middle)
+    return low * step
+
+
+def _budget(budget: object, options: Mapping[str, Any]) -> tuple[Device, dict[str, Any]]:
+    """The device with this budget, and the options without `device`."""
+    options = dict(options)
+    if isinstance(budget, bool) or not isinstance(budget, int | Device | torch.device | str | None):
+        raise TypeError(f"budget must be bytes or a device, got {budget!r}")
+    if not isinstance(budget, int):
+        if budget is not None and options.pop("device", None) is not None:
+            raise ValueError(f"give a device as budget or as device, not both, got {budget!r}")
+        return Device.of(options.pop("device", None) if budget is None else budget), options
+    check_int("budget", budget, least=1)
+    device = Device.of(options.pop("device", None))
+    return replace(device, name=f"the budget on {device.name}", budget=budget), options
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """A configuration that fits, and why it was chosen.
+
+    Attributes:
+        options: keywords of `create_block_sparse_attention`; empty where dense attention is the advice.
+        reasons: one sentence for each decision.
+        plan: its memory on one device.
+    """
+
+    options: dict[str, Any]
+    reasons: tuple[str, ...]
+    plan: MemoryPlan
+    config: AttentionConfig = field(repr=False)
+
+    @property
+    def world_size(self) -> int:
+        return self.plan.world_size
+
+    def __str__(self) -> str:
+        return "\n".join((*self.reasons, str(self.plan)))
+
+
+# (tokens from which on, share of blocks kept, tokens a block): dense below 8K, 90-95 % sparse to 64K, 99 % beyond.
+ADVICE: Sequence[tuple[int, float, int]] = ((8192, 0.1, 128), (16384, 0.05, 128), (65536, 0.01, 128))
+SPARSEST = 0.001
+
+
+def recommend(
+    seq_len: int,
+    budget: int | Device | torch.device | str | None = None,
+    *,
+    max_world_size: int = 1024,
+    **options: Any,
+) -> Recommendation:
+    """A configuration for this length that fits the budget, with the reasons.
+
+    Dense attention below 8,192 tokens, 10 % of the blocks from there, 5 % from 16,384 and 1 % beyond 65,536; sparser
+    still where the lists of blocks are what does not fit; a ring of the fewest devices that hold it where the tensors
+    are. Segments double from the shortest that can fill a row's share of blocks, with dilations 1, 2 and 4.
+
+    Args:
+        budget: bytes of one device, or a device; the current one by default.
+        max_world_size: the largest ring to think of.
+        options: those of `plan_memory`: batch, dtype, training, heads, …
+    """
+    check_int("seq_len", seq_len, least=1)
+    check_int("max_world_size", max_world_size, least=1)
+    device, options = _budget(budget, options)
+    refused: MemoryPlan | None = None
+    for found, reasons in _candidates(seq_len):
+        pattern = SparsePatternConfig(**_config_fields(found)) if found else None
+        branches = (found["segment_lengths"], found["dilation_rates"]) if found else ()
+        config = AttentionConfig.of(
+            AttentionConfig(
+                pattern=pattern.pattern(*branches) if pattern else Full(),
+                causal_pattern=pattern.pattern(*branches, is_causal=True) if pattern else None,
+            ),
+            **{name: options.get(name) for name in ("heads", "heads_kv", "head_dim")},
+        )
+        plan = plan_memory(config, seq_len, device=device, **options)
+        if plan.fits:
+            why = f"{as_text(plan.peak_bytes)} of {as_text(device.budget)} on {device.name}."
+            return Recommendation(found, (*reasons, f"One device holds it: {why}"), plan, config)
+        refused = refused or plan
+        if plan.peak_phase != "layout" and 2 * plan.by_kind().get("lists", 0) < plan.peak_bytes:
+            break
+    assert refused is not None
+    world_size = 2
+    while world_size <= max_world_size:
+        plan = plan_memory(config, seq_len, device=device, world_size=world_size, **options)
+        if plan.fits:
+            why = (
+                f"One device cannot hold it ({as_text(refused.peak_bytes)} of {as_text(device.budget)} on "
+                f"{device.name}): a ring of {world_size} takes {as_text(plan.peak_bytes)} on each."
+            )
+            return Recommendation(found, (*reasons, why), plan, config)
+        world_size *= 2
+    longest = max_sequence_length(config, device, **options)
+    raise ValueError(
+        f"seq_len = {seq_len:,} does not fit {device.name}: it takes {as_text(refused.peak_bytes)} of "
+        f"{as_text(device.budget)}, and a ring of {max_world_size} is not enough; one device holds {longest:,} tokens"
+    )
+
+
+def _candidates(seq_len: int) -> list[tuple[dict[str, Any], tuple[str, ...]]]:
+    """Options to try, the densest first; none means dense attention."""
+    if seq_len < ADVICE[0][0]:
+        return [({}, (f"Below {ADVICE[0][0]:,} tokens dense attention is as quick and loses nothing.",))]
+    ratio, block = next((share, block) for start, share, block in reversed(ADVICE) if seq_len >= start)
+    found = []
+    reason = f"At {seq_len:,} tokens keep {ratio:.1%} of the blocks."
+    while ratio >= SPARSEST:
+        options = _options(seq_len, ratio, block)
+        first, *_, last = options["segment_lengths"]
+        segments = f"Segments of {first:,} to {last:,} tokens: the shortest holds as many blocks as a row may keep."
+        found.append((options, (reason, segments)))
+        ratio, block = ratio / 2, 256
+        reason = f"The lists of blocks are what does not fit: larger blocks, and {ratio:.2%} of them."
+    return found
+
+
+def _options(seq_len: int, ratio: float, block: int) -> dict[str, Any]:
+    share = max(1, round(ratio * ceil_div(seq_len, block))) * block  # tokens that a row sees
+    first = max(2048, 1 << (share - 1).bit_length())
+    segments = [first << i for i in range(3)]
+    return {
+        "segment_lengths": segments,
+        "dilation_rates": [1, 2, 4],
+        "sparsity_ratio": ratio,
+        "block_size": block,
+    }
+
+
+def _config_fields(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: options[name] for name in ("sparsity_ratio", "block_size")}
