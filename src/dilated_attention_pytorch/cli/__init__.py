@@ -109,7 +109,7 @@ def _app() -> "typer.Typer":
         seeds: Annotated[bool, typer.Option(help="The tables of the design documents, recomputed.")] = True,
         debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
     ) -> None:
-        """What a call of attention holds, how long a sequence can be, and the seeds' tables recomputed. By arithmetic."""
+        """What a call of attention holds, how long a sequence can be, and the seeds' tables recomputed."""
         if dtype not in plan_module.DTYPES:
             raise typer.BadParameter(f"must be one of {', '.join(plan_module.DTYPES)}", param_hint="--dtype")
 

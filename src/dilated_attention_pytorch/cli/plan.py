@@ -52,10 +52,9 @@ def config_of(
         raise ValueError("--segment-lengths and --dilation-rates must be given together or not at all")
     if segment_lengths and not config.uses_segments:
         raise ValueError(f"--segment-lengths has no meaning for pattern type {config.pattern_type!r}")
-    branches = (segment_lengths, dilation_rates) if segment_lengths and dilation_rates else ()
-    return AttentionConfig(
-        pattern=config.pattern(*branches), causal_pattern=config.pattern(*branches, is_causal=True), **sizes
-    )
+    if segment_lengths and dilation_rates:
+        return AttentionConfig.sparse(config, segment_lengths, dilation_rates, **sizes)
+    return AttentionConfig.sparse(config, **sizes)
 
 
 def run(
@@ -104,9 +103,8 @@ def _advice(tokens: int, where: Device, **options: Any) -> list[str]:
 def _table(plan: MemoryPlan, tokens: int, *, training: bool) -> Table:
     what = "forward and backward" if training else "forward"
     shape = plan.shape
-    table = Table(
-        title=f"{tokens:,} tokens, {shape.batch} x {shape.heads} heads x {shape.head_dim}, {what}, {plan.backend} backend"
-    )
+    size = f"{shape.batch} x {shape.heads} heads x {shape.head_dim}"
+    table = Table(title=f"{tokens:,} tokens, {size}, {what}, {plan.backend} backend")
     table.add_column("item")
     table.add_column("kind")
     for phase in plan.phases:
@@ -141,10 +139,10 @@ def seed_tables() -> list[Table]:
         return f"{tokens:,}"
 
     single = Table("GPU", "memory", "seeds: dense, 99%", "Dense", "99% Sparse", title="Longest sequence, one GPU")
-    for gpu, theirs in SEEDS_LONGEST.items():
+    for gpu, said in SEEDS_LONGEST.items():
         memory = as_text(Device.of(gpu).budget)
-        single.add_row(gpu, memory, ", ".join(theirs), longest("Dense", gpu), longest("99% Sparse", gpu))
+        single.add_row(gpu, memory, ", ".join(said), longest("Dense", gpu), longest("99% Sparse", gpu))
     ring = Table("devices", "seeds: 99%", "99% Sparse", title="Longest sequence, a ring")
-    for (gpu, count), theirs in SEEDS_RING.items():
-        ring.add_row(f"{count} x {gpu}", theirs, longest("99% Sparse", gpu, count))
+    for (gpu, count), reach in SEEDS_RING.items():
+        ring.add_row(f"{count} x {gpu}", reach, longest("99% Sparse", gpu, count))
     return [peaks, lengths, single, ring]

@@ -75,9 +75,7 @@ class Device:
             return cls("this CPU", "cpu", available_memory())
         if found.type == "cuda" and torch.cuda.is_available():
             properties = torch.cuda.get_device_properties(found)
-            return cls(
-                properties.name, "cuda", properties.total_memory - CONTEXT, (properties.major, properties.minor)
-            )
+            return cls(properties.name, "cuda", properties.total_memory - CONTEXT, (properties.major, properties.minor))
         raise ValueError(f"device must be 'cpu', a CUDA device that is there, or one of {list(GPUS)}, got {device!r}")
 
 

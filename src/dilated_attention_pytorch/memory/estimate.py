@@ -91,6 +91,7 @@ class ListSize:
     list_heads: int  # lists a sample
     blocks: int  # of all lists
     widest: int  # blocks of the longest row
+    partial: int  # partial blocks of a row, at most
     candidates: int  # looked at in building, at most
     intervals: int
     named: bool  # whether every block names its rule
@@ -126,7 +127,7 @@ class ListSize:
 
     @property
     def rules(self) -> int:
-        return 20 * self.intervals * ((1 << self.intervals) - 1) + 8 * self.documents
+        return 20 * self.num_lists * self.intervals * ((1 << self.intervals) - 1) + 8 * self.documents
 
 
 def _of_layout(layout: BlockLayout) -> ListSize:
@@ -140,6 +141,7 @@ def _of_layout(layout: BlockLayout) -> ListSize:
         list_heads=layout.num_heads or 1,
         blocks=len(lists.indices),
         widest=int(lists.offsets.diff().max()),
+        partial=int((lists.offsets[1:] - lists.splits).max()),
         candidates=0,
         intervals=layout.rules.shape[1],
         named=lists.rule_ids.numel() > 0,
@@ -153,11 +155,13 @@ def _of_pattern(pattern: Pattern, seq_q: int, seq_k: int, block_size: int | tupl
     block_q, block_k = (block_size, block_size) if isinstance(block_size, int) else block_size
     heads = pattern.patterns if isinstance(pattern, PerHead) else (pattern,)
     packing = next(iter(documents_of(pattern)), None)
-    grid = _Grid(seq_q, seq_k, block_q, block_k, packing.starts if packing else ())
+    grid = _Grid(seq_q, seq_k, block_q, block_k, () if packing is None else packing.starts)
     counted = {head: grid.count(terms_of(head)) for head in dict.fromkeys(heads)}
     terms = terms_of(heads[0])
+    rules = {term.interval for head in counted for term in terms_of(head)}
     intervals = max(len({term.interval for term in terms_of(head)}) for head in counted)
     whole = {EVERYTHING: "full", EVERYTHING & Interval(right=0): "causal"}
+    blocks = sum(counted[head][0] for head in heads)
     alone = len(counted) == 1 and len(terms) == 1 and not terms[0].rules
     return ListSize(
         block_q=block_q,
@@ -166,12 +170,13 @@ def _of_pattern(pattern: Pattern, seq_q: int, seq_k: int, block_size: int | tupl
         num_k_blocks=grid.columns,
         num_lists=len(heads),
         list_heads=len(heads),
-        blocks=sum(counted[head][0] for head in heads),
+        blocks=blocks,
         widest=max(widest for _, widest in counted.values()),
+        partial=2 * len(rules - {EVERYTHING}) + (1 if seq_k % block_k else 0),
         candidates=max(total * len(terms_of(head)) for head, (total, _) in counted.items()),
         intervals=intervals,
-        named=len(counted) > 1 or intervals > 1,
-        documents=seq_q if packing else 0,
+        named=blocks > 0 and (len(counted) > 1 or intervals > 1),
+        documents=0 if packing is None else seq_q,
         kind=whole.get(terms[0].interval) if alone else None,
     )
 
@@ -353,7 +358,7 @@ def _blockwise(shape: Shape, lists: ListSize, device: str, training: bool, threa
         pieces = min(rows, max(1, int(enlarge / of * TILE_SCORES) // of_piece))
         merged = lists.widest * lists.block_k > PIECE
         gathered, part = pieces * keys * shape.head_dim, pieces * row * (3 if merged else 0)
-        masks = pieces * stacked * lists.block_q * min(keys, 2 * lists.intervals * lists.block_k)
+        masks = pieces * stacked * lists.block_q * min(keys, lists.partial * lists.block_k)
         return rows_held * rows * row + scores_held * pieces * of_piece + gathered + part + masks
 
     forward = apart * share(apart, 2 * apart if copied and apart > 1 else 1, 2, 1) + (2 * copy if copied else 0)
@@ -369,4 +374,3 @@ def peak_of(items: Iterable[Item]) -> dict[str, int]:
     items = list(items)
     alive = {phase: sum(item.bytes for item in items if phase in item.phases) for phase in PHASES}
     return {phase: total for phase, total in alive.items() if total}
-

@@ -11,7 +11,7 @@ All of it is arithmetic on shapes: instant, and nothing is allocated.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from ..layout import BlockLayout
 from ..patterns import Causal, Full, Pattern, PerHead, SparsePatternConfig
 from ..patterns.base import check_flag, check_int
 from ..patterns.blocks import ceil_div
+from ..patterns.config import DEFAULT_DILATION_RATES, DEFAULT_SEGMENT_LENGTHS
 from .devices import Device, as_text
 from .estimate import PHASES, Item, ListSize, Shape, attention_items, peak_of
 
@@ -60,6 +61,17 @@ class AttentionConfig:
             raise ValueError(f"backend must be one of {list(BACKENDS)}, got {self.backend!r}")
 
     @classmethod
+    def sparse(
+        cls,
+        config: SparsePatternConfig,
+        segment_lengths: Sequence[int] = DEFAULT_SEGMENT_LENGTHS,
+        dilation_rates: Sequence[int] = DEFAULT_DILATION_RATES,
+        **sizes: Any,
+    ) -> AttentionConfig:
+        patterns = [config.pattern(segment_lengths, dilation_rates, is_causal) for is_causal in (False, True)]
+        return cls(pattern=patterns[0], causal_pattern=patterns[1], **sizes)
+
+    @classmethod
     def of(cls, what: Any, **sizes: int | None) -> AttentionConfig:
         """From a config, a pattern, a layout, a `SparsePatternConfig` or a module.
 
@@ -71,7 +83,7 @@ class AttentionConfig:
         if isinstance(what, cls):
             return replace(what, **given)  # type: ignore[arg-type]
         if isinstance(what, SparsePatternConfig):
-            return cls(pattern=what.pattern(), causal_pattern=what.pattern(is_causal=True), **given)  # type: ignore[arg-type]
+            return cls.sparse(what, **given)  # type: ignore[arg-type]
         if isinstance(what, Pattern | BlockLayout):
             return cls(pattern=what, **given)  # type: ignore[arg-type]
         known: dict[str, Any] = {}
@@ -200,8 +212,16 @@ def plan_memory(
     )
     backend = _backend(config.backend, shape, lists, where, ring=world_size > 1)
     threads = torch.get_num_threads() if where.type == "cpu" else 1
-    items = _inputs(config, shape, training)
-    items += attention_items(shape, lists, backend=backend, device=where.type, training=training, threads=threads)
+    items = attention_items(shape, lists, backend=backend, device=where.type, training=training, threads=threads)
+    if where.type == "cpu" and config.embed_dim is not None:  # malloc keeps what the workspace gave back
+        later = {"forward": "projection", "backward": "projection backward"}
+        items = [
+            item._replace(phases=(*item.phases, later[item.phases[0]]))
+            if item.kind == "workspace" and item.phases[0] in later
+            else item
+            for item in items
+        ]
+    items = _inputs(config, shape, training) + items
     if world_size > 1:
         items += _ring(shape, training)
     if where.type == "cuda":  # its allocator hands out multiples of 512 bytes
@@ -216,7 +236,7 @@ def _lists(config: AttentionConfig, seq_len: int, is_causal: bool, block_size: i
             raise ValueError(f"seq_len must be that of the layout, {pattern.lengths}, got {seq_len}")
         return ListSize.of(pattern.causal if is_causal else pattern, seq_len, seq_len)
     if is_causal:
-        pattern = config.causal_pattern or pattern & Causal()
+        pattern = pattern & Causal() if config.causal_pattern is None else config.causal_pattern
     if isinstance(pattern, PerHead) and len(pattern.patterns) not in (config.heads, config.heads_kv):
         raise ValueError(f"heads must be the pattern's {len(pattern.patterns)}, got {config.heads}")
     size = min(pattern.block_sizes, default=DEFAULT_BLOCK_SIZE) if block_size is None else block_size
@@ -337,7 +357,6 @@ class Recommendation:
     options: dict[str, Any]
     reasons: tuple[str, ...]
     plan: MemoryPlan
-    config: AttentionConfig = field(repr=False)
 
     @property
     def world_size(self) -> int:
@@ -375,19 +394,11 @@ def recommend(
     device, options = _budget(budget, options)
     refused: MemoryPlan | None = None
     for found, reasons in _candidates(seq_len):
-        pattern = SparsePatternConfig(**_config_fields(found)) if found else None
-        branches = (found["segment_lengths"], found["dilation_rates"]) if found else ()
-        config = AttentionConfig.of(
-            AttentionConfig(
-                pattern=pattern.pattern(*branches) if pattern else Full(),
-                causal_pattern=pattern.pattern(*branches, is_causal=True) if pattern else None,
-            ),
-            **{name: options.get(name) for name in ("heads", "heads_kv", "head_dim")},
-        )
+        config = _as_config(found)
         plan = plan_memory(config, seq_len, device=device, **options)
         if plan.fits:
             why = f"{as_text(plan.peak_bytes)} of {as_text(device.budget)} on {device.name}."
-            return Recommendation(found, (*reasons, f"One device holds it: {why}"), plan, config)
+            return Recommendation(found, (*reasons, f"One device holds it: {why}"), plan)
         refused = refused or plan
         if plan.peak_phase != "layout" and 2 * plan.by_kind().get("lists", 0) < plan.peak_bytes:
             break
@@ -400,7 +411,7 @@ def recommend(
                 f"One device cannot hold it ({as_text(refused.peak_bytes)} of {as_text(device.budget)} on "
                 f"{device.name}): a ring of {world_size} takes {as_text(plan.peak_bytes)} on each."
             )
-            return Recommendation(found, (*reasons, why), plan, config)
+            return Recommendation(found, (*reasons, why), plan)
         world_size *= 2
     longest = max_sequence_length(config, device, **options)
     raise ValueError(
@@ -414,7 +425,7 @@ def _candidates(seq_len: int) -> list[tuple[dict[str, Any], tuple[str, ...]]]:
     if seq_len < ADVICE[0][0]:
         return [({}, (f"Below {ADVICE[0][0]:,} tokens dense attention is as quick and loses nothing.",))]
     ratio, block = next((share, block) for start, share, block in reversed(ADVICE) if seq_len >= start)
-    found = []
+    found: list[tuple[dict[str, Any], tuple[str, ...]]] = []
     reason = f"At {seq_len:,} tokens keep {ratio:.1%} of the blocks."
     while ratio >= SPARSEST:
         options = _options(seq_len, ratio, block)
@@ -438,5 +449,8 @@ def _options(seq_len: int, ratio: float, block: int) -> dict[str, Any]:
     }
 
 
-def _config_fields(options: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: options[name] for name in ("sparsity_ratio", "block_size")}
+def _as_config(options: Mapping[str, Any]) -> AttentionConfig:
+    if not options:
+        return AttentionConfig(pattern=Full())
+    fields = SparsePatternConfig(sparsity_ratio=options["sparsity_ratio"], block_size=options["block_size"])
+    return AttentionConfig.sparse(fields, options["segment_lengths"], options["dilation_rates"])
