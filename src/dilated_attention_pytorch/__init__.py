@@ -7,6 +7,14 @@ Importing this package loads torch and nothing else that is heavy.
 """
 
 from .layout import AttentionCost, BlockLayout
+from .memory import (
+    AttentionBuffers,
+    BufferType,
+    MemoryPool,
+    max_sequence_length,
+    plan_memory,
+    recommend,
+)
 from .nn import (
     BlockSparseAttention,
     BlockSparseHierarchical,
@@ -45,6 +53,7 @@ from .patterns import (
 __version__ = "0.1.0"
 
 __all__ = [
+    "AttentionBuffers",
     "AttentionCost",
     "BlockLayout",
     "BlockSparseAttention",
@@ -56,6 +65,7 @@ __all__ = [
     "BlockSparseWeights",
     "Blocks",
     "Branches",
+    "BufferType",
     "Causal",
     "DilatedBlocks",
     "Documents",
@@ -64,6 +74,7 @@ __all__ = [
     "GlobalBlocks",
     "GlobalTokens",
     "LocalBlocks",
+    "MemoryPool",
     "Pattern",
     "PerHead",
     "RandomBlocks",
@@ -74,5 +85,8 @@ __all__ = [
     "dilated_attention",
     "explain",
     "hierarchical",
+    "max_sequence_length",
     "merge_attention",
+    "plan_memory",
+    "recommend",
 ]

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from ..layout import BlockLayout
+from ..memory import active_source
 from . import workers
 from .base import Extras, Request, aligned_queries, compute_dtype
 from .dropout import keep_mask
@@ -47,19 +48,29 @@ def can_run(request: Request) -> tuple[bool, str]:
 
 
 class Scratch:
-    """Named buffers that one call uses again and again: fresh memory costs page faults, more than the arithmetic."""
+    """Named buffers that one call uses again and again: fresh memory costs page faults, more than the arithmetic.
+
+    They are drawn from `memory.active_source()` where there is one, and are free again when the call has ended.
+    """
 
     def __init__(self, like: Tensor) -> None:
         self._like = like
         self._buffers: dict[str, Tensor] = {}
+        self._source = active_source()
 
     def __call__(self, name: str, *shape: int) -> Tensor:
         """An uninitialised buffer in the compute dtype; what had this name before is overwritten."""
         size = math.prod(shape)
         held = self._buffers.get(name)
         if held is None or held.numel() < size:
-            held = self._buffers[name] = self._like.new_empty(size, dtype=compute_dtype(self._like.dtype))
+            held = self._buffers[name] = self._new(name, size)
         return held[:size].view(shape)
+
+    def _new(self, name: str, size: int) -> Tensor:
+        dtype = compute_dtype(self._like.dtype)
+        if self._source is None:
+            return self._like.new_empty(size, dtype=dtype)
+        return self._source.buffer(name, size, dtype, self._like.device)
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, extras: Extras) -> tuple[Tensor, Tensor]:

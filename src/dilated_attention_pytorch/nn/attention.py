@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,11 +16,12 @@ from ..patterns import Causal, Pattern, SparsePatternConfig
 from ..patterns.base import check_flag
 from ..patterns.blocks import check_branches
 from ..patterns.config import DEFAULT_DILATION_RATES, DEFAULT_SEGMENT_LENGTHS
+from .pooled import POOL_FIELDS, Pooled, split_pool_options
 
 PATTERN_FIELDS = tuple(field.name for field in dataclasses.fields(SparsePatternConfig))
 
 
-class BlockSparseAttention(nn.Module):
+class BlockSparseAttention(Pooled, nn.Module):
     """Exact attention over the pairs that a pattern allows (union: one softmax a row, a key counts once).
 
     Args:
@@ -27,7 +29,12 @@ class BlockSparseAttention(nn.Module):
         scale: multiplier of the scores, head_dim ** -0.5 by default.
         dropout, attention_dropout: two names of the share of weights dropped in training.
         backend: see `block_sparse_attention`.
+        pool options: enable_memory_pool, lightweight_pool, enable_buffer_manager, enable_buffer_reuse; see
+            `Pooled.set_buffers`. All off by default.
     """
+
+    # What the class takes beside the arguments of its signature.
+    more_keywords: tuple[str, ...] = POOL_FIELDS
 
     def __init__(
         self,
@@ -37,8 +44,10 @@ class BlockSparseAttention(nn.Module):
         dropout: float | None = None,
         attention_dropout: float | None = None,
         backend: str = "auto",
+        **pool_options: Any,
     ) -> None:
         super().__init__()
+        self.set_buffers(**pool_options)
         if not isinstance(pattern, Pattern):
             raise TypeError(f"pattern must be a Pattern, got {type(pattern).__name__}")
         # Both made here, not in forward: torch.compile takes a pattern that exists as a constant.
@@ -70,7 +79,8 @@ class BlockSparseAttention(nn.Module):
         """
         check_flag("return_attention_weights", return_attention_weights)
         attend: Any = attention_with_weights if return_attention_weights else block_sparse_attention
-        return attend(
+        run = partial(
+            attend,
             q,
             k,
             v,
@@ -81,6 +91,7 @@ class BlockSparseAttention(nn.Module):
             document_ids=document_ids,
             backend=self.backend,
         )
+        return run() if self._source is None else self.drawing(q.device, run)
 
     def extra_repr(self) -> str:
         return f"{self.pattern()}, dropout={self.dropout}, backend={self.backend!r}"
@@ -95,6 +106,8 @@ class BlockSparseRingDilatedAttention(BlockSparseAttention):
         sparse_config: the pattern; or give its fields as keywords (`sparsity_ratio=0.05, block_size=64`, …).
     """
 
+    more_keywords = (*PATTERN_FIELDS, *POOL_FIELDS)
+
     def __init__(
         self,
         segment_lengths: Sequence[int] | None = None,
@@ -105,8 +118,9 @@ class BlockSparseRingDilatedAttention(BlockSparseAttention):
         dropout: float | None = None,
         attention_dropout: float | None = None,
         backend: str = "auto",
-        **pattern_fields: Any,
+        **options: Any,
     ) -> None:
+        pool_options, pattern_fields = split_pool_options(options)
         config = one_config(sparse_config, pattern_fields)
         if (segment_lengths is None) != (dilation_rates is None):
             raise ValueError(
@@ -127,6 +141,7 @@ class BlockSparseRingDilatedAttention(BlockSparseAttention):
             dropout=dropout,
             attention_dropout=attention_dropout,
             backend=backend,
+            **pool_options,
         )
         self.sparse_config = config
         self.segment_lengths = branches[0] if config.uses_segments else None
@@ -142,6 +157,8 @@ class BlockSparseHierarchical(BlockSparseRingDilatedAttention):
         levels: (stride in blocks, window in tokens) pairs, or "standard", "fine_grained" or "long_range".
     """
 
+    more_keywords = POOL_FIELDS
+
     def __init__(
         self,
         levels: Sequence[tuple[int, int]] | str = "standard",
@@ -151,13 +168,18 @@ class BlockSparseHierarchical(BlockSparseRingDilatedAttention):
         dropout: float | None = None,
         attention_dropout: float | None = None,
         backend: str = "auto",
+        **pool_options: Any,
     ) -> None:
+        unknown = sorted(set(pool_options) - set(POOL_FIELDS))
+        if unknown:
+            raise TypeError(f"unknown keyword {unknown[0]!r}; beside its signature the class takes {list(POOL_FIELDS)}")
         super().__init__(
             sparse_config=SparsePatternConfig(pattern_type="hierarchical", levels=levels, block_size=block_size),
             scale=scale,
             dropout=dropout,
             attention_dropout=attention_dropout,
             backend=backend,
+            **pool_options,
         )
 
 
@@ -170,7 +192,7 @@ def one_config(sparse_config: SparsePatternConfig | None, pattern_fields: dict[s
     if unknown:
         raise TypeError(
             f"unknown keyword {unknown[0]!r}; beside the arguments of its signature the class takes the fields of "
-            f"SparsePatternConfig, {sorted(PATTERN_FIELDS)}"
+            f"SparsePatternConfig, {sorted(PATTERN_FIELDS)}, and {list(POOL_FIELDS)}"
         )
     if sparse_config is None:
         return SparsePatternConfig(**pattern_fields)

@@ -7,11 +7,11 @@ from typing import Any
 
 from torch import nn
 
-from .attention import PATTERN_FIELDS, BlockSparseHierarchical, BlockSparseRingDilatedAttention
+from .attention import BlockSparseHierarchical, BlockSparseRingDilatedAttention
 from .multihead import BlockSparseRingMultiheadDilatedAttention
 
 # "base" and "ring" are one class: without a ring there is nothing of it in the way.
-VARIANTS: dict[str, type[nn.Module]] = {
+VARIANTS: dict[str, Any] = {
     "base": BlockSparseRingDilatedAttention,
     "ring": BlockSparseRingDilatedAttention,
     "hierarchical": BlockSparseHierarchical,
@@ -30,8 +30,7 @@ def create_block_sparse_attention(variant: str = "base", **options: Any) -> nn.M
         raise ValueError(f"variant must be one of {sorted(VARIANTS)}, got {variant!r}")
     parameters = inspect.signature(VARIANTS[variant]).parameters
     possible = {name for name, p in parameters.items() if p.kind is not inspect.Parameter.VAR_KEYWORD}
-    if len(possible) < len(parameters):
-        possible |= set(PATTERN_FIELDS)
+    possible |= set(VARIANTS[variant].more_keywords)
     unknown = sorted(set(options) - possible)
     if unknown:
         raise TypeError(f"unknown keyword {unknown[0]!r} for variant {variant!r}; it takes {sorted(possible)}")

@@ -24,13 +24,15 @@ class BlockSparseRingMultiheadDilatedAttention(nn.Module):
 
     Args:
         embed_dim, num_heads: as in `nn.MultiheadAttention`.
-        segment_lengths, dilation_rates, sparse_config, pattern fields, scale, dropout, attention_dropout, backend:
-            as in `BlockSparseRingDilatedAttention`.
+        segment_lengths, dilation_rates, sparse_config, pattern fields, scale, dropout, attention_dropout, backend and
+            pool options: as in `BlockSparseRingDilatedAttention`.
         num_kv_heads: key and value heads, fewer than `num_heads` for grouped queries; `num_heads` by default.
         bias: whether the projections have biases.
         kdim, vdim: features of key and value, `embed_dim` by default.
         batch_first: (batch, seq, embed) if True, the default, else (seq, batch, embed).
     """
+
+    more_keywords = BlockSparseRingDilatedAttention.more_keywords
 
     def __init__(
         self,
@@ -78,6 +80,9 @@ class BlockSparseRingMultiheadDilatedAttention(nn.Module):
             backend=backend,
             **pattern_fields,
         )
+        for name in ("memory_pool", "buffer_manager"):
+            if hasattr(self.attention, name):
+                setattr(self, name, getattr(self.attention, name))
         options: dict[str, Any] = {"device": device, "dtype": dtype}
         widths = [embed_dim, self.num_kv_heads * self.head_dim, self.num_kv_heads * self.head_dim]
         self._widths = widths
@@ -129,6 +134,10 @@ class BlockSparseRingMultiheadDilatedAttention(nn.Module):
         out = self.out_proj((result[0] if with_weights else result).flatten(2))
         out = out if self.batch_first else out.transpose(0, 1)
         return (out, result[1]) if with_weights else out
+
+    def get_buffer_stats(self) -> dict[str, Any]:
+        """See `BlockSparseRingDilatedAttention`."""
+        return self.attention.get_buffer_stats()
 
     def _check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         order = "(batch, seq, features)" if self.batch_first else "(seq, batch, features)"

@@ -1,0 +1,171 @@
+"""`AttentionBuffers`: the pool, seen by what a buffer is for.
+
+Ten types, each with its `Strategy`. What a backend asks for by name (`blockwise` calls its workspace "queries",
+"keys", "scores", …) is counted under its type, so `get_buffer_stats` says what the workspace of a call is made of.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from threading import Lock
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..patterns.base import check_flag, check_int
+from .estimate import RANGE_COPIED, TILE_SCORES
+from .pool import MemoryPool, shared_pool
+
+
+class BufferType(enum.Enum):
+    """What a buffer holds."""
+
+    QUERY = "query"
+    KEY = "key"
+    VALUE = "value"
+    OUTPUT = "output"
+    SCORES = "scores"
+    WEIGHTS = "weights"
+    TEMP = "temp"
+    COMM = "comm"
+    MASK = "mask"
+    CACHE = "cache"
+
+
+class Strategy(NamedTuple):
+    """How buffers of a type are made.
+
+    Attributes:
+        zeroed: filled with zeros when handed out.
+        reused: drawn from the pool; else a fresh allocation each time, for what is held for long anyway.
+    """
+
+    zeroed: bool = False
+    reused: bool = True
+
+
+STRATEGIES: Mapping[BufferType, Strategy] = MappingProxyType(
+    {kind: Strategy() for kind in BufferType}
+    | {
+        BufferType.OUTPUT: Strategy(zeroed=True),  # rows that nobody writes are 0
+        BufferType.CACHE: Strategy(reused=False),  # held across calls: in the pool it would only be in the way
+    }
+)
+
+# The type of each named workspace of `backends.blockwise`; all others are TEMP.
+_NAMED = {
+    "queries": BufferType.QUERY,
+    "keys": BufferType.KEY,
+    "values": BufferType.VALUE,
+    "scores": BufferType.SCORES,
+    "dweights": BufferType.WEIGHTS,
+}
+
+
+class AttentionBuffers:
+    """Buffers for attention, by type.
+
+    Args:
+        pool: where they come from; the pool that all modules share by default.
+        reuse: False allocates afresh each time, and still counts.
+        strategies: for types that should not follow `STRATEGIES`.
+    """
+
+    def __init__(
+        self,
+        pool: MemoryPool | None = None,
+        *,
+        reuse: bool = True,
+        strategies: Mapping[BufferType, Strategy] | None = None,
+    ) -> None:
+        if pool is not None and not isinstance(pool, MemoryPool):
+            raise TypeError(f"pool must be a MemoryPool, got {type(pool).__name__}")
+        check_flag("reuse", reuse)
+        for kind in strategies or ():
+            check_type(kind)
+        self.pool = shared_pool() if pool is None else pool
+        self.reuse = reuse
+        self.strategies = {**STRATEGIES, **(strategies or {})}
+        self._reset()
+
+    def _reset(self) -> None:
+        self._lock = Lock()
+        self._profile: dict[BufferType, dict[str, int]] = {}
+
+    def get(
+        self, kind: BufferType, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu"
+    ) -> Tensor:
+        """A contiguous tensor that nobody else holds, by the strategy of its type."""
+        strategy = self.strategies[check_type(kind)]
+        self.watch(torch.device(device))
+        if self.reuse and strategy.reused:
+            given = self.pool.take(shape, dtype, device)
+        else:
+            given = torch.empty(tuple(shape), dtype=dtype, device=device)
+        with self._lock:
+            profile = self._profile.setdefault(kind, {"requests": 0, "bytes": 0, "largest": 0})
+            profile["requests"] += 1
+            profile["bytes"] += given.nbytes
+            profile["largest"] = max(profile["largest"], given.nbytes)
+        return given.zero_() if strategy.zeroed else given
+
+    def buffer(self, name: str, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """`get`, for a backend's named workspace."""
+        return self.get(_NAMED.get(name, BufferType.TEMP), (numel,), dtype, device)
+
+    def watch(self, device: torch.device) -> None:
+        """Let `get_buffer_stats` speak of this device too."""
+        self.pool.watch(device)
+
+    def preallocate_buffers(
+        self,
+        batch_size: int,
+        seq_len: int,
+        num_heads: int,
+        head_dim: int,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+    ) -> None:
+        """Have the workspace of a call of these sizes at hand before it is made.
+
+        On a CPU that is one key head and the tiles of `backends.blockwise`, whatever the batch; on a GPU the output
+        is allocated once, so that PyTorch's allocator keeps the memory for it.
+        """
+        sizes = {"batch_size": batch_size, "seq_len": seq_len, "num_heads": num_heads, "head_dim": head_dim}
+        for name, value in sizes.items():
+            check_int(name, value, least=1)
+        where = torch.device("cpu" if device is None else device)
+        if where.type != "cpu":
+            self.get(BufferType.OUTPUT, (batch_size, seq_len, num_heads, head_dim), dtype, where)
+            return
+        size = 8 if dtype == torch.float64 else 4
+        head = seq_len * head_dim
+        rows, tile = min(head, RANGE_COPIED), min(seq_len * seq_len, TILE_SCORES)
+        wanted = [head, head, rows, rows, rows, tile, tile]  # keys, values, three of rows, scores and what they meet
+        self.pool.preallocate(size * numbers for numbers in wanted if size * numbers >= self.pool.min_bytes)
+
+    def preallocate_learned(self) -> None:
+        """Have at hand what was in use together when most was."""
+        self.pool.preallocate(self.pool.learned)
+
+    def get_buffer_stats(self) -> dict[str, Any]:
+        """The pool's, and requests and bytes by type."""
+        with self._lock:
+            profile = {kind.name: dict(counts) for kind, counts in self._profile.items()}
+        return {**self.pool.get_buffer_stats(), "by_type": profile}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name not in ("_lock", "_profile")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._reset()
+
+
+def check_type(kind: object) -> BufferType:
+    if not isinstance(kind, BufferType):
+        raise TypeError(f"kind must be a BufferType, {[one.name for one in BufferType]}, got {kind!r}")
+    return kind

@@ -1,0 +1,329 @@
+"""`MemoryPool`: large CPU buffers used again, because fresh ones cost a page fault for every 4 KiB.
+
+    pool = MemoryPool(pool_size=10)
+    x = pool.take((4, 1000, 64), torch.float32)     # uninitialised, like torch.empty
+    del x                                           # dropping the last reference is giving it back
+
+There is no call to give a buffer back, so none can be forgotten or made too early: a buffer is free when nothing but
+the pool refers to its storage, which PyTorch itself counts. A view, an autograd graph, a NumPy array or another thread
+that still holds it keeps it out of the pool's hands.
+
+Buffers are found by bytes, not by shape: the smallest free one that is large enough. The pool holds at most `pool_size`
+of them and `max_bytes`, the least recently used goes first; it gives all that is free back when memory runs out.
+
+On a CUDA device `take` is `torch.empty`: PyTorch's allocator already keeps buffers by size and stream, and unlike a
+pool above it knows which streams still use them. `get_buffer_stats()` reads its counters.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from threading import RLock
+from typing import Any, Protocol
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+from torch.utils import deterministic
+
+from ..patterns.base import check_flag, check_int
+from .devices import available_memory
+
+# Below this malloc keeps what it gets back, and is quicker than any Python.
+SMALL = 1 << 20
+# A pool may keep this part of the memory that is there when it is made,
+SHARE = 0.25
+# and takes no more when less than this part of what it takes would be left.
+SPARE = 0.05
+
+
+class Source(Protocol):
+    """What a backend draws its workspace from."""
+
+    def buffer(self, name: str, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor: ...
+
+    def watch(self, device: torch.device) -> None: ...
+
+    def get_buffer_stats(self) -> dict[str, Any]: ...
+
+
+_active: ContextVar[Source | None] = ContextVar("dilated_attention_source", default=None)
+
+
+def active_source() -> Source | None:
+    """Where workspace comes from in this context; None for plain allocation."""
+    return _active.get()
+
+
+@contextmanager
+def drawing_from(source: Source | None) -> Iterator[None]:
+    """Inside, backends of this thread draw their workspace from `source`: a `MemoryPool` or an `AttentionBuffers`."""
+    token = _active.set(source)
+    try:
+        yield
+    finally:
+        _active.reset(token)
+
+
+class _Buffer:
+    """Memory that the pool keeps."""
+
+    __slots__ = ("claimed", "nbytes", "storage")
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.storage = torch.empty(nbytes, dtype=torch.uint8).untyped_storage()
+        self.claimed = False  # between being found free and being handed out
+
+    @property
+    def free(self) -> bool:
+        """Nobody else holds the storage: neither PyTorch (tensors, views, graphs) nor Python (the storage object)."""
+        return (
+            not self.claimed
+            and torch._C._storage_Use_Count(self.storage._cdata) == 1
+            and sys.getrefcount(self.storage) == _UNSHARED
+            and not self.storage.is_shared()
+        )
+
+    def tensor(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A tensor of its own on the storage, no view of another."""
+        strides = [1] * len(shape)
+        for i in range(len(shape) - 2, -1, -1):
+            strides[i] = strides[i + 1] * max(1, shape[i + 1])
+        return torch.empty(0, dtype=dtype).set_(self.storage, 0, tuple(shape), tuple(strides))
+
+
+def _count_references() -> int:
+    """What `sys.getrefcount(buffer.storage)` gives inside `_Buffer.free` when only the buffer refers to it."""
+    buffer = _Buffer(1)
+    return sys.getrefcount(buffer.storage)
+
+
+_UNSHARED = _count_references()
+
+
+class MemoryPool:
+    """See the module's text.
+
+    Args:
+        pool_size: most buffers kept.
+        max_bytes: most bytes kept; by default a quarter of the memory that is available now.
+        min_bytes: requests below it are not the pool's business.
+        lightweight: no statistics and nothing learned.
+    """
+
+    def __init__(
+        self,
+        pool_size: int = 10,
+        *,
+        max_bytes: int | None = None,
+        min_bytes: int = SMALL,
+        lightweight: bool = False,
+    ) -> None:
+        check_int("pool_size", pool_size, least=1)
+        check_int("min_bytes", min_bytes, least=0)
+        check_flag("lightweight", lightweight)
+        if max_bytes is not None:
+            check_int("max_bytes", max_bytes, least=1)
+        if not hasattr(torch._C, "_storage_Use_Count"):
+            raise RuntimeError(
+                f"MemoryPool needs a PyTorch that counts the users of a storage, got {torch.__version__}"
+            )
+        self.pool_size = pool_size
+        self.max_bytes = int(SHARE * available_memory()) if max_bytes is None else max_bytes
+        self.min_bytes = min_bytes
+        self.lightweight = lightweight
+        self._reset()
+
+    def _reset(self) -> None:
+        self._lock = RLock()  # the garbage collector may run anything while it is held
+        self._buffers: list[_Buffer] = []  # the least recently used first
+        self._learned: list[int] = []
+        self._most_in_use = 0
+        self._counts = {"hits": 0, "misses": 0, "small": 0, "cuda": 0}
+        self._cuda_start: dict[int, tuple[int, int]] = {}
+        _pools.add(self)
+
+    def take(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
+        """A contiguous, uninitialised tensor that nobody else holds."""
+        device = torch.device(device)
+        if device.type != "cpu":
+            self._count_cuda(device)
+            return torch.empty(tuple(shape), dtype=dtype, device=device)
+        nbytes = math.prod(shape) * dtype.itemsize
+        if nbytes < max(1, self.min_bytes):
+            self._count("small")
+            return torch.empty(tuple(shape), dtype=dtype)
+        with self._lock:
+            buffer = self._claim(nbytes)
+            self._count("misses" if buffer is None else "hits")
+            if buffer is None:
+                buffer = self._add(nbytes)
+            try:
+                tensor = buffer.tensor(shape, dtype)
+            finally:
+                buffer.claimed = False
+        if torch.are_deterministic_algorithms_enabled() and deterministic.fill_uninitialized_memory:  # type: ignore[attr-defined]
+            tensor.fill_(torch.nan if dtype.is_floating_point else 0)
+        return tensor
+
+    def buffer(self, name: str, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """`take`, for a backend's named workspace."""
+        return self.take((numel,), dtype, device)
+
+    def _claim(self, nbytes: int) -> _Buffer | None:
+        """The smallest free buffer that is large enough, marked as taken."""
+        found, in_use = None, []
+        for buffer in self._buffers:
+            if not buffer.free:
+                in_use.append(buffer.nbytes)
+            elif buffer.nbytes >= nbytes and (found is None or buffer.nbytes < found.nbytes):
+                found = buffer
+        if found is not None:
+            found.claimed = True
+            self._buffers.remove(found)
+            self._buffers.append(found)
+        if not self.lightweight:
+            total = sum(in_use) + nbytes
+            if total > self._most_in_use:
+                self._most_in_use, self._learned = total, sorted((*in_use, bucket(nbytes)))
+        return found
+
+    def _add(self, nbytes: int) -> _Buffer:
+        """A new buffer, kept if there is room for it among those in use; else the caller's alone."""
+        size = bucket(nbytes)
+        self._make_room(size)
+        try:
+            buffer = _Buffer(size)
+        except (RuntimeError, MemoryError) as error:
+            if not out_of_memory(error):
+                raise
+            self.clear()
+            buffer = _Buffer(size)
+        buffer.claimed = True
+        if len(self._buffers) < self.pool_size and self.bytes_held + size <= self.max_bytes:
+            self._buffers.append(buffer)
+        return buffer
+
+    def _make_room(self, size: int) -> None:
+        """Let go of free buffers, the least recently used first, until one of `size` may be kept."""
+        limit = min(self.max_bytes, self.bytes_held + int(available_memory() / (1 + SPARE)))
+        for buffer in list(self._buffers):
+            if len(self._buffers) < self.pool_size and self.bytes_held + size <= limit:
+                return
+            if buffer.free:
+                self._buffers.remove(buffer)
+
+    @property
+    def bytes_held(self) -> int:
+        return sum(buffer.nbytes for buffer in self._buffers)
+
+    def preallocate(self, sizes: Iterable[int]) -> None:
+        """Hold free buffers of at least these many bytes each, as far as the bounds allow."""
+        with self._lock:
+            held = [self._claim(size) or self._add(size) for size in sorted(sizes, reverse=True)]
+            for buffer in held:
+                buffer.tensor((buffer.nbytes,), torch.uint8).zero_()  # its pages are touched now and not in a call
+                buffer.claimed = False
+
+    @property
+    def learned(self) -> list[int]:
+        """Sizes of the buffers that were in use together when most was: what to `preallocate` for the same work."""
+        return list(self._learned)
+
+    def clear(self) -> None:
+        """Give everything back that nobody uses."""
+        with self._lock:
+            self._buffers = [buffer for buffer in self._buffers if not buffer.free]
+
+    def get_buffer_stats(self) -> dict[str, Any]:
+        """Hits, misses, the share of hits, and what is held.
+
+        On CUDA a hit is an allocation that PyTorch's allocator served from memory that it had already. Small requests
+        are neither.
+        """
+        with self._lock:
+            hits, misses = self._counts["hits"], self._counts["misses"]
+            in_use = sum(buffer.nbytes for buffer in self._buffers if not buffer.free)
+            record = {"small": self._counts["small"], "buffers": len(self._buffers), "bytes_held": self.bytes_held}
+            for index, (allocations, fresh) in self._cuda_start.items():
+                now_allocations, now_fresh = _cuda_counters(index)
+                misses += now_fresh - fresh
+                hits += max(0, now_allocations - allocations - (now_fresh - fresh))
+        rate = hits / (hits + misses) if hits + misses else 0.0
+        return {"cache_hit_rate": rate, "hits": hits, "misses": misses, **record, "bytes_in_use": in_use}
+
+    def _count(self, what: str) -> None:
+        if not self.lightweight:
+            self._counts[what] += 1
+
+    def _count_cuda(self, device: torch.device) -> None:
+        """Remember where the allocator's counters stood when the pool first saw the device."""
+        index = torch.cuda.current_device() if device.index is None else device.index
+        if not self.lightweight and index not in self._cuda_start:
+            with self._lock:
+                self._cuda_start[index] = _cuda_counters(index)
+
+    def watch(self, device: torch.device) -> None:
+        """Let `get_buffer_stats` speak of this device too."""
+        if device.type == "cuda":
+            self._count_cuda(device)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return (shared_pool, ()) if self is _shared else super().__reduce_ex__(protocol)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Settings alone: a copy of a pool, or one in another process, has buffers of its own."""
+        return {name: getattr(self, name) for name in ("pool_size", "max_bytes", "min_bytes", "lightweight")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._reset()
+
+    def __repr__(self) -> str:
+        return f"MemoryPool(pool_size={self.pool_size}, max_bytes={self.max_bytes}, lightweight={self.lightweight})"
+
+
+_pools: WeakSet[MemoryPool] = WeakSet()
+_shared: MemoryPool | None = None
+
+
+def shared_pool() -> MemoryPool:
+    """The pool that modules share unless they are given one."""
+    global _shared
+    if _shared is None:
+        _shared = MemoryPool(pool_size=64)
+    return _shared
+
+
+def bucket(nbytes: int) -> int:
+    """The next of eight sizes in each octave: at most an eighth more."""
+    step = 1 << max(12, nbytes.bit_length() - 4)
+    return -(-nbytes // step) * step
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed for want of memory."""
+    kinds = isinstance(error, torch.OutOfMemoryError | MemoryError)
+    return kinds or "allocate memory" in str(error) or "not enough memory" in str(error)
+
+
+def _cuda_counters(index: int) -> tuple[int, int]:
+    """Allocations so far, and how many of them the driver had to serve."""
+    stats = torch.cuda.memory_stats(index)
+    return stats.get("allocation.all.allocated", 0), stats.get("num_device_alloc", 0)
+
+
+def _new_locks() -> None:
+    """A forked child has none of its parent's threads, and a lock that one of them held would stay held."""
+    for pool in list(_pools):
+        pool._lock = RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_new_locks)
