@@ -23,7 +23,7 @@ from dilated_attention_pytorch import (
     SparsePatternConfig,
     block_sparse_attention,
 )
-from dilated_attention_pytorch.layout.cache import CAPACITY, layout_for
+from dilated_attention_pytorch.layout.cache import CAPACITY, pattern_cache
 from tests import dense
 
 BLOCK = 16
@@ -306,8 +306,8 @@ class TestConfiguration:
             MODULES[name]()(*qkv(), attention_mask=torch.ones(96, 96))
         with pytest.raises(TypeError, match="softmax_scale"):
             MODULES[name](softmax_scale=0.1)
-        with pytest.raises(TypeError, match="enable_memory_pool"):
-            MODULES[name](enable_memory_pool=True)
+        with pytest.raises(TypeError, match="enable_profiling"):
+            MODULES[name](enable_profiling=True)
 
     @pytest.mark.parametrize(("levels", "most"), [("standard", 0.35), ("fine_grained", 0.55), ("long_range", 0.2)])
     def test_hierarchical_presets_are_sparse(self, levels, most):
@@ -484,7 +484,7 @@ class TestAsObjects:
             q = torch.randn(1, seq, 1, 2, requires_grad=True)
             module(q, q, q).sum().backward()
             assert q.grad.shape == q.shape
-        assert layout_for.cache_info().currsize == CAPACITY
+        assert len(pattern_cache()) == CAPACITY
 
     def test_a_full_pattern_is_plain_attention(self):
         """What they called dense was one more pattern of the same sum. It is PyTorch's own attention, to the bit."""

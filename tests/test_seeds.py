@@ -37,8 +37,6 @@ DILATED = "Dilated attention (LongNet): one pass, one softmax, and the models on
 # Which issue brings what the block needs, and the name that is missing until then. The last two go on with the
 # `attention` of the block before them and ask it for its buffer manager.
 LATER = {
-    ("000", 0): (MEMORY, "MemoryPool"),
-    ("000", 1): (MEMORY, "PersistentPatternCache"),
     ("004", 0): (DILATED, "ImprovedDilatedAttention"),
     ("004", 1): (DILATED, "ImprovedDilatedAttentionV2"),
     ("004", 2): (MEMORY, "attention"),
@@ -295,7 +293,28 @@ def empty_on_self(name):
     return check
 
 
+def check_pool(names):
+    """Ten buffers, no more, whatever is asked of it; and none that someone holds."""
+    pool = names["self"].memory_pool
+    assert pool.pool_size == 10
+    held = [pool.take((1 << 18,), torch.float32).fill_(i) for i in range(15)]
+    assert pool.get_buffer_stats()["buffers"] == 10
+    assert [float(x[-1]) for x in held] == list(range(15))
+
+
+def check_pattern_cache(names):
+    """A hundred patterns, no more; the one that was not used for longest goes first."""
+    cache = names["self"].pattern_cache
+    assert cache.max_size == 100
+    layouts = [cache.layout(Blocks(((0, i),)), 300 * 128, block_size=128) for i in range(120)]
+    assert len(cache) == 100
+    assert cache.layout(Blocks(((0, 119),)), 300 * 128, block_size=128) is layouts[119]
+    assert cache.layout(Blocks(((0, 0),)), 300 * 128, block_size=128) is not layouts[0]
+
+
 CHECKS = {
+    ("000", 0): check_pool,
+    ("000", 1): check_pattern_cache,
     ("000", 2): empty_on_self("_dilated_indices_cache"),
     ("000", 3): empty_on_self("_causal_mask_cache"),
     ("000", 4): empty_on_self("_comm_buffers"),

@@ -6,7 +6,7 @@
 Importing this package loads torch and nothing else that is heavy.
 """
 
-from .layout import AttentionCost, BlockLayout
+from .layout import AttentionCost, BlockLayout, PersistentPatternCache, set_pattern_cache
 from .memory import (
     AttentionBuffers,
     BufferType,
@@ -77,6 +77,7 @@ __all__ = [
     "MemoryPool",
     "Pattern",
     "PerHead",
+    "PersistentPatternCache",
     "RandomBlocks",
     "SlidingWindow",
     "SparsePatternConfig",
@@ -89,4 +90,5 @@ __all__ = [
     "merge_attention",
     "plan_memory",
     "recommend",
+    "set_pattern_cache",
 ]

@@ -226,3 +226,16 @@ def test_autocast_and_weights():
     ]:
         assert torch.equal(out, want)
         assert torch.equal(weights.to_dense(), want_weights.to_dense())
+
+
+def test_the_seeds_advice_runs_on_a_block_sparse_module(capsys):
+    """Their snippets on preallocation and monitoring, verbatim; they wrote them for another class."""
+    from tests.test_seeds import SNIPPETS, run
+
+    module = BlockSparseRingDilatedAttention(enable_buffer_manager=True, enable_buffer_reuse=True)
+    names = {"attention": module, "batch_size": 1, "seq_len": 4096, "num_heads": 4, "head_dim": 64}
+    run(SNIPPETS["004", 2], names)
+    assert module.buffer_manager.pool.bytes_held > 0
+    module(*qkv(300))
+    run(SNIPPETS["004", 3], names)
+    assert capsys.readouterr().out.startswith("Cache hit rate: ")

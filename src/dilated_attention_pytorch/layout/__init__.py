@@ -1,7 +1,14 @@
 """Which blocks: a pattern, for given lengths and block sizes, as lists of active blocks."""
 
 from .branches import layout_of_branches
-from .cache import clear_layout_cache, layout_for, layout_for_branches
+from .cache import (
+    PersistentPatternCache,
+    clear_layout_cache,
+    layout_for,
+    layout_for_branches,
+    pattern_cache,
+    set_pattern_cache,
+)
 from .cost import AttentionCost
 from .layout import BlockLayout, BlockList
 
@@ -9,8 +16,11 @@ __all__ = [
     "AttentionCost",
     "BlockLayout",
     "BlockList",
+    "PersistentPatternCache",
     "clear_layout_cache",
     "layout_for",
     "layout_for_branches",
     "layout_of_branches",
+    "pattern_cache",
+    "set_pattern_cache",
 ]
