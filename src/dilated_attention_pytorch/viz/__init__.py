@@ -1,8 +1,9 @@
-"""Pictures of layouts and weights: in the terminal, or as PNG and SVG with matplotlib.
+"""Pictures of layouts, weights and memory: in the terminal, or as PNG and SVG with matplotlib.
 
     print(draw_text(layout))
     plot_layout([("window", a), ("documents", b)], "layouts.png")
     plot_weights(weights, "weights.svg", head=3)
+    plot_memory(plan_memory(pattern, 131072, training=True), "memory.png")
 
 Blocks have three states: full (every pair of tokens is allowed, no mask is read), partial (a rule decides inside the
 block; the last key block of a sequence that does not fill it is always partial) and empty (not computed). Where there
@@ -12,7 +13,8 @@ Nothing here needs matplotlib until a figure is drawn: `pip install 'dilated-att
 """
 
 from .figures import COLOURS, plot_layout, plot_weights
+from .memory import plot_memory
 from .states import State, block_states
 from .text import SYMBOLS, draw_text
 
-__all__ = ["COLOURS", "SYMBOLS", "State", "block_states", "draw_text", "plot_layout", "plot_weights"]
+__all__ = ["COLOURS", "SYMBOLS", "State", "block_states", "draw_text", "plot_layout", "plot_memory", "plot_weights"]
