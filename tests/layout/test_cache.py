@@ -234,7 +234,7 @@ def test_a_changed_layout_with_a_right_digest_is_still_checked(tmp_path):
     layout = layout_of(WINDOW)
     layout.by_query.indices[3] = 99
     path = stored(tmp_path)
-    path.write_bytes(module._written(layout, module._Key(WINDOW, 200, 200, 32)))
+    path.write_bytes(module._written(layout, (WINDOW, 200, 200, 32)))
     cache = PersistentPatternCache(directory=tmp_path)
     with pytest.warns(UserWarning, match="no layout .indices must be key blocks"):
         assert same(cache.layout(WINDOW, 200, block_size=32), layout_of(WINDOW))
