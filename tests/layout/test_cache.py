@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from dilated_attention_pytorch import (
     BlockLayout,
+    Branches,
     Causal,
     Documents,
     Full,
@@ -26,7 +27,7 @@ from dilated_attention_pytorch import (
     set_pattern_cache,
 )
 from dilated_attention_pytorch.layout import cache as module
-from dilated_attention_pytorch.layout import pattern_cache
+from dilated_attention_pytorch.layout import layout_for_branches, pattern_cache
 from tests.strategies import BLOCKS, lengths, patterns
 
 WINDOW = SlidingWindow(40, 3)
@@ -203,7 +204,7 @@ DAMAGE = {
     "a future version": (lambda b: with_header(b, set_meta("version", "2")), "version 2, this is version 1"),
     "another pattern": (lambda b: with_header(b, set_meta("key", "00")), "another pattern"),
     "sizes": (lambda b: with_header(b, set_meta("sizes", "[1, 2]")), "no layout"),
-    "other sizes": (lambda b: with_header(b, set_meta("sizes", "[900, 200, 32, 32, 0, 0]")), "no layout"),
+    "other sizes": (lambda b: with_header(b, set_meta("sizes", "[7, 900, 200, 32, 32, 0, 0, 1, 0]")), "no layout"),
     "offsets": (lambda b: with_header(b, lambda h: h["000"].update(data_offsets=[0, 1 << 30])), "no layout"),
     "a huge tensor": (lambda b: with_header(b, lambda h: h["000"].update(shape=[-1])), "no layout"),
     "dtype": (lambda b: with_header(b, lambda h: h["000"].update(dtype="F32")), "no layout"),
@@ -227,6 +228,16 @@ def test_a_bad_file_is_ignored_with_one_warning_and_made_again(tmp_path, name):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert same(cache.layout(WINDOW, 200, block_size=32), layout)
+
+
+def test_layouts_of_branches_are_remembered_in_memory_alone(tmp_path):
+    before = set_pattern_cache(PersistentPatternCache(directory=tmp_path))
+    try:
+        found = [layout_for_branches(Branches((64,), (2,)), 200, 200, 4, False, torch.device("cpu")) for _ in range(2)]
+        assert found[0] is found[1]
+        assert list(tmp_path.iterdir()) == []
+    finally:
+        set_pattern_cache(before)
 
 
 def test_a_changed_layout_with_a_right_digest_is_still_checked(tmp_path):

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from dilated_attention_pytorch import (
     BlockLayout,
+    Branches,
     Causal,
     DilatedBlocks,
     Documents,
@@ -18,8 +19,9 @@ from dilated_attention_pytorch import (
     hierarchical,
 )
 from dilated_attention_pytorch.backends import blockwise
+from dilated_attention_pytorch.layout import layout_of_branches
 from dilated_attention_pytorch.memory import estimate
-from dilated_attention_pytorch.memory.estimate import Item, ListSize, Shape, attention_items, peak_of
+from dilated_attention_pytorch.memory.estimate import Item, ListSize, Shape, attention_items, lists_of_branches, peak_of
 from tests.strategies import BLOCKS, atoms, documents, lengths, patterns
 
 
@@ -38,6 +40,21 @@ def test_the_blocks_of_any_pattern_are_counted_as_they_are_built(data):
     pattern = data.draw(patterns(seq_k) | per_head)
     layout = BlockLayout.from_pattern(pattern, seq_q, seq_k, block_size=block_size)
     assert facts(ListSize.of(pattern, seq_q, seq_k, block_size)) == facts(ListSize.of(layout, seq_q, seq_k))
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(
+    "branches",
+    [Branches((2048, 4096, 8192), (1, 2, 4)), Branches((512,), (1,)), Branches((256, 1024), (1, 3), "grouped")],
+    ids=str,
+)
+def test_the_lists_of_dilated_attention_are_bounded_closely(branches, is_causal):
+    layout = layout_of_branches(branches, 16384, num_heads=4, is_causal=is_causal)
+    planned, built = lists_of_branches(branches, 16384, 4, is_causal), ListSize.of(layout, 16384, 16384)
+    exact = ("block_q", "num_q_blocks", "num_k_blocks", "num_lists", "list_heads", "named", "kind", "classes")
+    assert {name: getattr(planned, name) for name in exact} == {name: getattr(built, name) for name in exact}
+    assert built.blocks <= planned.blocks <= 1.7 * built.blocks
+    assert built.widest <= planned.widest
 
 
 LONG = {
@@ -63,7 +80,7 @@ def test_bytes_of_lists_are_those_of_the_tensors(pattern):
     layout = BlockLayout.from_pattern(pattern, 300, block_size=16)
     size = ListSize.of(pattern, 300, 300, 16)
     tensors, _ = layout.flatten(by_key=True)
-    by_query, (rules, spans, work), by_key = tensors[:4], tensors[4:7], tensors[7:]
+    by_query, (rules, spans, _, work), by_key = tensors[:4], tensors[4:8], tensors[8:]
     assert size.by(size.rows, ordered=True) == sum(x.nbytes for x in (*by_query, work))
     assert size.by(size.columns, ordered=True) == sum(x.nbytes for x in by_key)
     assert size.documents * 8 == spans.nbytes

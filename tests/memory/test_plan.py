@@ -11,6 +11,7 @@ from dilated_attention_pytorch import (
     BlockSparseHierarchical,
     BlockSparseRingDilatedAttention,
     BlockSparseRingMultiheadDilatedAttention,
+    Branches,
     Causal,
     DilatedBlocks,
     Full,
@@ -20,6 +21,7 @@ from dilated_attention_pytorch import (
     SparsePatternConfig,
     block_sparse_attention,
     create_block_sparse_attention,
+    dilated_attention,
 )
 from dilated_attention_pytorch.backends import triton
 from dilated_attention_pytorch.backends.base import Request
@@ -101,6 +103,18 @@ def test_the_planned_peak_is_the_measured_one(name, training):
     sizes = [(1, tokens, h, 64) for h in (heads, heads_kv, heads_kv)]
     got = measured(lambda q, k, v: block_sparse_attention(q, k, v, pattern), sizes, dtype, training)
     plan = plan_memory(pattern, tokens, 1, dtype, training, heads=heads, heads_kv=heads_kv, device="cpu")
+    assert plan.peak_bytes == pytest.approx(got, rel=0.1)
+
+
+@needs_linux
+@pytest.mark.parametrize("training", [False, True], ids=["forward", "training"])
+def test_the_planned_peak_of_dilated_attention_is_the_measured_one(training):
+    torch.use_deterministic_algorithms(False)
+    branches = Branches((1024, 2048), (1, 2))
+    options = {"segment_lengths": [1024, 2048], "dilation_rates": [1, 2]}
+    sizes = [(1, 32768, 4, 64)] * 3
+    got = measured(lambda q, k, v: dilated_attention(q, k, v, **options), sizes, torch.float32, training)
+    plan = plan_memory(branches, 32768, training=training, heads=4, device="cpu")
     assert plan.peak_bytes == pytest.approx(got, rel=0.1)
 
 

@@ -124,7 +124,7 @@ class PersistentPatternCache:
             return loaded.to(device)
         made = make(device=device)
         self._counts["built"] += 1
-        if self.directory is not None:
+        if self.directory is not None and not made.dilated:  # such lists cannot be checked when they come back
             self._store(key, made)
         return made
 

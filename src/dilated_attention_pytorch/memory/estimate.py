@@ -11,13 +11,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
+from math import ceil, gcd
 from typing import NamedTuple
 
 import torch
 
 from ..layout import BlockLayout
+from ..layout.branches import _cheapest
 from ..layout.build import CHUNK, Term, documents_of, terms_of
-from ..patterns import Pattern, PerHead
+from ..patterns import Branches, Pattern, PerHead
 from ..patterns.blocks import BlockPattern, ceil_div, mix32
 from ..patterns.tokens import EVERYTHING, Interval
 
@@ -92,11 +94,12 @@ class ListSize:
     blocks: int  # of all lists
     widest: int  # blocks of the longest row
     partial: int  # partial blocks of a row, at most
-    candidates: int  # looked at in building, at most
+    candidates: int  # looked at in building at a time, at most
     intervals: int
     named: bool  # whether every block names its rule
     documents: int  # tokens of the table of documents
     kind: str | None
+    classes: int = 1  # blocks take every so many-th token, as in `layout.branches`
 
     @classmethod
     def of(
@@ -109,7 +112,7 @@ class ListSize:
         if ranks == 1:
             return self
         fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        for name in ("num_q_blocks", "num_k_blocks", "blocks", "candidates", "documents"):
+        for name in ("num_q_blocks", "num_k_blocks", "blocks", "documents"):
             fields[name] = ceil_div(fields[name], ranks)
         return ListSize(**fields)
 
@@ -147,6 +150,40 @@ def _of_layout(layout: BlockLayout) -> ListSize:
         named=lists.rule_ids.numel() > 0,
         documents=layout.documents.shape[1],
         kind=layout.kind,
+        classes=layout.classes,
+    )
+
+
+def lists_of_branches(branches: Branches, seq_len: int, heads: int, is_causal: bool) -> ListSize:
+    """Of dilated attention, branch by branch: a block that several branches hold is counted for each, a bound."""
+    block, classes = _cheapest(branches, seq_len, None, None)
+    per_class = ceil_div(ceil_div(seq_len, classes), block)
+    num_lists = heads if len({branches.of_head(head, heads) for head in range(heads)}) > 1 else 1
+    per_row, widest = 0.0, 0
+    for segment, dilation in zip(branches.segment_lengths, branches.dilation_rates, strict=True):
+        shared = gcd(dilation, classes)  # one in so many classes is kept, of queries and of keys
+        across = segment < seq_len and segment % (block * classes) > 0  # blocks lie across the ends of segments
+        rows = ceil_div(min(segment, seq_len), block * classes) + across
+        per_row += (((rows + 1) / 2) if is_causal else rows) * classes / shared**2
+        widest += rows * classes // shared
+    blocks = ceil(per_row * classes * per_class)
+    dense = len(branches) == 1 and branches.segment_lengths[0] >= seq_len and branches.dilation_rates[0] == 1
+    return ListSize(
+        block_q=block,
+        block_k=block,
+        num_q_blocks=classes * per_class,
+        num_k_blocks=classes * per_class,
+        num_lists=num_lists,
+        list_heads=num_lists,
+        blocks=num_lists * blocks,
+        widest=widest,
+        partial=min(widest, 2 * len(branches)),
+        candidates=blocks,
+        intervals=1,
+        named=True,
+        documents=0,
+        kind=("causal" if is_causal else "full") if dense else None,
+        classes=classes,
     )
 
 
@@ -173,7 +210,7 @@ def _of_pattern(pattern: Pattern, seq_q: int, seq_k: int, block_size: int | tupl
         blocks=blocks,
         widest=max(widest for _, widest in counted.values()),
         partial=2 * len(rules - {EVERYTHING}) + (1 if seq_k % block_k else 0),
-        candidates=max(total * len(terms_of(head)) for head, (total, _) in counted.items()),
+        candidates=min(CHUNK, max(total * len(terms_of(head)) for head, (total, _) in counted.items())),
         intervals=intervals,
         named=blocks > 0 and (len(counted) > 1 or intervals > 1),
         documents=0 if packing is None else seq_q,
@@ -303,7 +340,7 @@ def attention_items(
 
 def _building(lists: ListSize, *, by_key: bool) -> int:
     """A chunk of candidates as 64-bit numbers, the pieces beside their concatenation, and the sort for `by_key`."""
-    first = 96 * min(lists.candidates, CHUNK) + lists.by(lists.rows, ordered=False)
+    first = 96 * lists.candidates + lists.by(lists.rows, ordered=False)
     return max(first, 40 * lists.blocks) if by_key else first
 
 
@@ -338,7 +375,7 @@ def _blockwise(shape: Shape, lists: ListSize, device: str, training: bool, threa
     group = shape.heads // shape.heads_kv
     stacked = 1 if lists.list_heads > shape.heads_kv else group
     uses = group // stacked * lists.blocks / (lists.num_lists * lists.num_k_blocks)
-    whole = shape.dtype.itemsize == shape.compute and shape.seq_k % lists.block_k == 0
+    whole = shape.dtype.itemsize == shape.compute and shape.seq_k % lists.block_k == 0 and lists.classes == 1
     copied = uses > REUSE or not whole
     copy = 0 if whole and shape.heads_kv == 1 else lists.num_k_blocks * lists.block_k * shape.head_dim
     scores = lists.blocks // lists.num_lists * lists.block_q * lists.block_k * shape.heads
@@ -350,9 +387,9 @@ def _blockwise(shape: Shape, lists: ListSize, device: str, training: bool, threa
         """Numbers in the buffers of one of so many shares of the call."""
         row = stacked * lists.block_q * shape.head_dim
         elements = int(enlarge / of * (RANGE_COPIED if copied else RANGE_DIRECT))
-        parts = ceil_div(lists.num_q_blocks, max(1, elements // row))
-        parts = min(lists.num_q_blocks, ceil_div(parts, in_parts) * in_parts)
-        rows = ceil_div(lists.num_q_blocks, parts)
+        num, in_parts = ceil_div(lists.num_q_blocks, lists.classes), ceil_div(in_parts, lists.classes)
+        parts = ceil_div(num, max(1, elements // row))
+        rows = ceil_div(num, min(num, ceil_div(parts, in_parts) * in_parts))
         keys = lists.block_k * min(max(1, PIECE // lists.block_k), max(1, lists.widest))
         of_piece = stacked * lists.block_q * keys
         pieces = min(rows, max(1, int(enlarge / of * TILE_SCORES) // of_piece))

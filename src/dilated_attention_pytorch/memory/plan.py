@@ -17,12 +17,12 @@ from typing import Any
 import torch
 
 from ..layout import BlockLayout
-from ..patterns import Causal, Full, Pattern, PerHead, SparsePatternConfig
+from ..patterns import Branches, Causal, Full, Pattern, PerHead, SparsePatternConfig
 from ..patterns.base import check_flag, check_int
 from ..patterns.blocks import ceil_div
 from ..patterns.config import DEFAULT_DILATION_RATES, DEFAULT_SEGMENT_LENGTHS
 from .devices import Device, as_text
-from .estimate import PHASES, Item, ListSize, Shape, attention_items, peak_of
+from .estimate import PHASES, Item, ListSize, Shape, attention_items, lists_of_branches, peak_of
 
 DEFAULT_BLOCK_SIZE = 128
 BACKENDS = ("auto", "sdpa", "triton", "blockwise", "reference")
@@ -35,13 +35,14 @@ class AttentionConfig:
     """What the planner must know of an attention module; `of` reads it off one.
 
     Attributes:
-        pattern: who may attend, for calls that are not causal and for those that are; or a finished layout.
+        pattern: who may attend, for calls that are not causal and for those that are; or a finished layout, or the
+            branches of dilated attention.
         heads, heads_kv, head_dim: of the tensors.
         embed_dim: of a module with projections, else None.
         backend: "auto" or the one to use.
     """
 
-    pattern: Pattern | BlockLayout
+    pattern: Pattern | BlockLayout | Branches
     causal_pattern: Pattern | None = None
     heads: int = 8
     heads_kv: int | None = None
@@ -50,8 +51,8 @@ class AttentionConfig:
     backend: str = "auto"
 
     def __post_init__(self) -> None:
-        if not isinstance(self.pattern, Pattern | BlockLayout):
-            raise TypeError(f"pattern must be a Pattern or a BlockLayout, got {type(self.pattern).__name__}")
+        if not isinstance(self.pattern, Pattern | BlockLayout | Branches):
+            raise TypeError(f"pattern must be a Pattern, a BlockLayout or Branches, got {type(self.pattern).__name__}")
         for name in ("heads", "heads_kv", "head_dim", "embed_dim"):
             if getattr(self, name) is not None:
                 check_int(name, getattr(self, name), least=1)
@@ -73,18 +74,18 @@ class AttentionConfig:
 
     @classmethod
     def of(cls, what: Any, **sizes: int | None) -> AttentionConfig:
-        """From a config, a pattern, a layout, a `SparsePatternConfig` or a module.
+        """From a config, a pattern, a layout, branches, a `SparsePatternConfig` or a module.
 
-        A module has `pattern(is_causal)` and `backend`; one with projections has an `attention` that has them, and
-        `num_heads`, `num_kv_heads`, `head_dim` and `embed_dim`. `sizes` are heads, heads_kv and head_dim where it
-        leaves them open.
+        A module has `pattern(is_causal)` (or `branches`, of dilated attention) and `backend`; one with projections
+        has an `attention` that has them, and `num_heads`, `num_kv_heads`, `head_dim` and `embed_dim`. `sizes` are heads,
+        heads_kv and head_dim where it leaves them open.
         """
         given = {name: value for name, value in sizes.items() if value is not None}
         if isinstance(what, cls):
             return replace(what, **given)  # type: ignore[arg-type]
         if isinstance(what, SparsePatternConfig):
             return cls.sparse(what, **given)  # type: ignore[arg-type]
-        if isinstance(what, Pattern | BlockLayout):
+        if isinstance(what, Pattern | BlockLayout | Branches):
             return cls(pattern=what, **given)  # type: ignore[arg-type]
         known: dict[str, Any] = {}
         if hasattr(what, "embed_dim"):
@@ -94,10 +95,12 @@ class AttentionConfig:
                     raise ValueError(f"{name} must be that of the module, {known[name]}, got {given[name]}")
             known["embed_dim"] = what.embed_dim
             what = what.attention
+        if isinstance(getattr(what, "branches", None), Branches):
+            return cls(pattern=what.branches, backend=what.backend, **{**given, **known})
         if not callable(getattr(what, "pattern", None)):
             raise TypeError(
-                "module_or_config must be an AttentionConfig, a Pattern, a BlockLayout, a SparsePatternConfig or an "
-                f"attention module of this package, got {type(what).__name__}"
+                "module_or_config must be an AttentionConfig, a Pattern, a BlockLayout, Branches, a SparsePatternConfig "
+                f"or an attention module of this package, got {type(what).__name__}"
             )
         patterns = {"pattern": what.pattern(False), "causal_pattern": what.pattern(True)}
         return cls(**patterns, backend=what.backend, **{**given, **known})
@@ -235,6 +238,10 @@ def _lists(config: AttentionConfig, seq_len: int, is_causal: bool, block_size: i
         if pattern.lengths != (seq_len, seq_len):
             raise ValueError(f"seq_len must be that of the layout, {pattern.lengths}, got {seq_len}")
         return ListSize.of(pattern.causal if is_causal else pattern, seq_len, seq_len)
+    if isinstance(pattern, Branches):
+        if block_size is not None:
+            raise ValueError(f"block_size is chosen by dilated attention itself, got {block_size}")
+        return lists_of_branches(pattern, seq_len, config.heads, is_causal)
     if is_causal:
         pattern = pattern & Causal() if config.causal_pattern is None else config.causal_pattern
     if isinstance(pattern, PerHead) and len(pattern.patterns) not in (config.heads, config.heads_kv):
