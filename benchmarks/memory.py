@@ -184,11 +184,12 @@ def workloads(setting: Setting) -> dict[str, list[tuple[int, int]]]:
     """(samples, tokens) of every call of a turn, in random order."""
     draw = random.Random(0)
     short = [(batch, tokens) for batch in (1, 2, 4) for tokens in (256, 512, 768, 1024, 1536, 2048)]
-    lengths = (4096, 8192, 16384, 32768, 65536)
-    long = [(1, tokens) for tokens in (lengths[:2] if setting.quick else lengths)] * 2
+    long = [(1, tokens) for tokens in (4096, 8192, 16384, 32768, 65536)] * 2
+    if setting.quick:
+        short, long = [(1, 256), (2, 384)], [(1, 1024), (1, 512)]
     draw.shuffle(short)
     draw.shuffle(long)
-    return {"256 to 2048": short, "4K to 64K": long, "1024 alone": [(1, 1024)] * 20}
+    return {"256 to 2048": short, "4K to 64K": long, "1024 alone": [(1, 1024)] * (2 if setting.quick else 20)}
 
 
 def pool(setting: Setting) -> dict[str, Any]:
@@ -280,7 +281,7 @@ def _gate(setting: Setting, inputs: dict[tuple[int, int], list[Tensor]]) -> None
 def buffers(setting: Setting) -> dict[str, Any]:
     rows = []
     mine = MemoryPool(max_bytes=1 << 30)
-    for mebibytes in (1, 4, 16, 64) if setting.quick else (1, 4, 16, 64, 256):
+    for mebibytes in (1, 4) if setting.quick else (1, 4, 16, 64, 256):
         numbers = mebibytes << 18
         contenders: dict[str, Callable[[], Tensor]] = {
             "empty": partial(torch.empty, numbers),

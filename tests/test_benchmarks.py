@@ -2,6 +2,7 @@
 
 import json
 import os
+import statistics
 import subprocess
 import sys
 from dataclasses import replace
@@ -258,3 +259,53 @@ def test_the_gpu_figures_in_the_docs_are_those_of_the_record(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert f"{record['kernels'][0]['forward']['ours']['tflops']:.0f}" in done.stdout
     assert (tmp_path / "gpu.png").stat().st_size > 10_000
+
+
+@pytest.fixture
+def memory(monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    import memory
+
+    return memory
+
+
+@pytest.mark.skipif(not can_measure()[0], reason=can_measure()[1])
+def test_quick_run_of_the_memory_benchmark(memory, tmp_path, capsys):
+    torch.use_deterministic_algorithms(False)
+    out = tmp_path / "memory.json"
+    argv = ["--quick", "--device", "cpu", "--only", "pool", "buffers", "seeds", "--out", str(out)]
+    assert memory.main(argv) == 0
+    record = json.loads(out.read_text(encoding="utf-8"))
+    printed = capsys.readouterr().out
+    assert json.loads(printed.splitlines()[-1]) == record["summary"]
+    assert {row["workload"] for row in record["pool"]["rows"]} == {"256 to 2048", "4K to 64K", "1024 alone"}
+    for row in record["pool"]["rows"]:
+        medians = [statistics.median(row["times"][name]) for name in ("plain", "pool")]
+        assert row["speedup"] == pytest.approx(medians[0] / medians[1])
+        assert row["peaks"]["plain"] > 0
+    assert record["seeds"]["hierarchical"] > 0
+    assert "quick: sizes that mean nothing" in printed
+    assert len(memory.plan_cases(memory.Setting("cpu", False))) * 2 >= 40
+
+
+def test_a_pool_that_changes_the_output_ends_the_memory_benchmark(memory, tmp_path, monkeypatch, capsys):
+    right = memory.block_sparse_attention
+
+    def wrong(q, k, v, pattern, **options):
+        from dilated_attention_pytorch.memory import active_source
+
+        out = right(q, k, v, pattern, **options)
+        return out if active_source() is None else out + 1e-6
+
+    monkeypatch.setattr(memory, "block_sparse_attention", wrong)
+    argv = ["--quick", "--device", "cpu", "--only", "pool", "--out", str(tmp_path / "memory.json")]
+    assert memory.main(argv) == 1
+    assert "with a pool the output differs" in capsys.readouterr().err
+
+
+def test_an_output_that_is_wrong_ends_the_memory_benchmark(memory, tmp_path, monkeypatch, capsys):
+    right = memory.block_sparse_attention
+    monkeypatch.setattr(memory, "block_sparse_attention", lambda *args, **options: right(*args, **options) * 1.001)
+    argv = ["--quick", "--device", "cpu", "--only", "pool", "--out", str(tmp_path / "memory.json")]
+    assert memory.main(argv) == 1
+    assert "off by" in capsys.readouterr().err

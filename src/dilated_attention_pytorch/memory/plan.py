@@ -77,8 +77,8 @@ class AttentionConfig:
         """From a config, a pattern, a layout, branches, a `SparsePatternConfig` or a module.
 
         A module has `pattern(is_causal)` (or `branches`, of dilated attention) and `backend`; one with projections
-        has an `attention` that has them, and `num_heads`, `num_kv_heads`, `head_dim` and `embed_dim`. `sizes` are heads,
-        heads_kv and head_dim where it leaves them open.
+        has an `attention` that has them, and `num_heads`, `num_kv_heads`, `head_dim` and `embed_dim`. `sizes` are
+        heads, heads_kv and head_dim where it leaves them open.
         """
         given = {name: value for name, value in sizes.items() if value is not None}
         if isinstance(what, cls):
@@ -99,8 +99,8 @@ class AttentionConfig:
             return cls(pattern=what.branches, backend=what.backend, **{**given, **known})
         if not callable(getattr(what, "pattern", None)):
             raise TypeError(
-                "module_or_config must be an AttentionConfig, a Pattern, a BlockLayout, Branches, a SparsePatternConfig "
-                f"or an attention module of this package, got {type(what).__name__}"
+                "module_or_config must be an AttentionConfig, Pattern, BlockLayout, Branches, SparsePatternConfig or "
+                f"an attention module of this package, got {type(what).__name__}"
             )
         patterns = {"pattern": what.pattern(False), "causal_pattern": what.pattern(True)}
         return cls(**patterns, backend=what.backend, **{**given, **known})
