@@ -128,7 +128,9 @@ def test_projections_are_in_the_plan(training):
     got = measured(lambda x: module(x, x, x), [(1, 32768, 256)], torch.float32, training)
     plan = plan_memory(module, 32768, training=training, device="cpu")
     held = sum(item.bytes for item in plan.items if item.kind == "parameters")
-    assert plan.peak_bytes - held == pytest.approx(got, rel=0.1)
+    # Freed workspace may stay with malloc while the last projection runs, or may not.
+    lingering = 0 if training else plan.by_kind()["workspace"]
+    assert 0.9 * (plan.peak_bytes - held - lingering) <= got <= 1.1 * (plan.peak_bytes - held)
 
 
 def test_segment_lengths_do_not_change_the_peak():
