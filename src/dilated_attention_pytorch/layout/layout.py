@@ -158,6 +158,7 @@ class BlockLayout:
             num_heads=len(heads) if len(heads) > 1 else None,
             rules=torch.tensor(table, dtype=torch.int32, device=device),
             documents=documents,
+            branches=NO_BRANCHES.to(device),
             kind=whole.get(terms[0].interval) if alone else None,
             checked=True,
         )
@@ -201,6 +202,7 @@ class BlockLayout:
             batch_size=mask.shape[0] if mask.ndim > 3 else None,
             rules=torch.tensor([[EVERYTHING]], dtype=torch.int32, device=mask.device),
             documents=NO_DOCUMENTS.to(mask.device),
+            branches=NO_BRANCHES.to(mask.device),
             kind="full" if len(row) == mask.numel() else None,
             checked=True,
         )
@@ -309,6 +311,7 @@ class BlockLayout:
             batch_size=self.batch_size,
             rules=torch.cat((rules[..., :1], causal_right, rules[..., 2:]), dim=-1),
             documents=self.documents,
+            branches=self.branches,
             kind="causal" if self.kind == "full" else None,
             checked=True,
         )
