@@ -9,8 +9,15 @@ from .attention import (
     BlockSparseRingDilatedAttention,
     BlockSparseRingDilatedAttentionV2,
 )
+from .dilated import DilatedAttention, ImprovedDilatedAttention, ImprovedDilatedAttentionV2
 from .factory import create_block_sparse_attention
-from .multihead import BlockSparseRingMultiheadDilatedAttention, BlockSparseRingMultiheadDilatedAttentionV2
+from .multihead import (
+    BlockSparseRingMultiheadDilatedAttention,
+    BlockSparseRingMultiheadDilatedAttentionV2,
+    ImprovedMultiheadDilatedAttention,
+    MultiheadDilatedAttention,
+    magneto_gammas,
+)
 
 __all__ = [
     "BlockSparseAttention",
@@ -19,5 +26,11 @@ __all__ = [
     "BlockSparseRingDilatedAttentionV2",
     "BlockSparseRingMultiheadDilatedAttention",
     "BlockSparseRingMultiheadDilatedAttentionV2",
+    "DilatedAttention",
+    "ImprovedDilatedAttention",
+    "ImprovedDilatedAttentionV2",
+    "ImprovedMultiheadDilatedAttention",
+    "MultiheadDilatedAttention",
     "create_block_sparse_attention",
+    "magneto_gammas",
 ]

@@ -1,0 +1,114 @@
+"""Dilated attention (LongNet) as a module: q, k, v in, out out. No parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from ..ops import dilated_attention
+from ..ops.checks import check_scale
+from ..ops.choose import check_backend
+from ..patterns import Branches
+from ..patterns.base import check_flag
+from ..patterns.config import DEFAULT_DILATION_RATES, DEFAULT_SEGMENT_LENGTHS
+from .attention import one_dropout
+
+
+class DilatedAttention(nn.Module):
+    """Exact dilated attention (branch merge: one softmax a row, a key counts once for each branch that holds it).
+
+    Args:
+        segment_lengths, dilation_rates: the branches, [2048, 4096, 8192] and [1, 2, 4] by default; both or neither.
+        head_offsets, detach_branch_weights, scale, backend: see `dilated_attention`.
+        dropout, attention_dropout: two names of the share of weights dropped in training.
+        enable_memory_pool, lightweight_pool, enable_buffer_manager, enable_buffer_reuse: not there yet; True is an
+            error.
+    """
+
+    def __init__(
+        self,
+        segment_lengths: Sequence[int] | None = None,
+        dilation_rates: Sequence[int] | None = None,
+        *,
+        head_offsets: str = "interleaved",
+        detach_branch_weights: bool = False,
+        scale: float | None = None,
+        dropout: float | None = None,
+        attention_dropout: float | None = None,
+        backend: str = "auto",
+        enable_memory_pool: bool = False,
+        lightweight_pool: bool = False,
+        enable_buffer_manager: bool = False,
+        enable_buffer_reuse: bool = False,
+    ) -> None:
+        super().__init__()
+        if (segment_lengths is None) != (dilation_rates is None):
+            raise ValueError(
+                "segment_lengths and dilation_rates must be given together or not at all, "
+                f"got {segment_lengths} and {dilation_rates}"
+            )
+        if segment_lengths is None or dilation_rates is None:
+            segment_lengths, dilation_rates = DEFAULT_SEGMENT_LENGTHS, DEFAULT_DILATION_RATES
+        self.branches = Branches(segment_lengths, dilation_rates, head_offsets)
+        check_flag("detach_branch_weights", detach_branch_weights)
+        self.detach_branch_weights = detach_branch_weights
+        check_scale(scale, head_dim=1)
+        self.scale = scale
+        self.dropout = one_dropout(dropout, attention_dropout)
+        self.backend = check_backend(backend)
+        for name, value in (
+            ("enable_memory_pool", enable_memory_pool),
+            ("lightweight_pool", lightweight_pool),
+            ("enable_buffer_manager", enable_buffer_manager),
+            ("enable_buffer_reuse", enable_buffer_reuse),
+        ):
+            check_flag(name, value)
+            if value:
+                raise NotImplementedError(f"{name} needs the memory pool, which is not part of this version yet")
+
+    @property
+    def segment_lengths(self) -> tuple[int, ...]:
+        return tuple(self.branches.segment_lengths)
+
+    @property
+    def dilation_rates(self) -> tuple[int, ...]:
+        return tuple(self.branches.dilation_rates)
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        is_causal: bool = False,
+        return_attention_weights: bool = False,
+        *,
+        key_padding_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Tensors are (batch, seq, heads, head_dim); the mask as in `dilated_attention`."""
+        check_flag("return_attention_weights", return_attention_weights)
+        if return_attention_weights:
+            raise NotImplementedError("return_attention_weights is not part of dilated attention yet")
+        out = dilated_attention(
+            q,
+            k,
+            v,
+            segment_lengths=self.branches.segment_lengths,
+            dilation_rates=self.branches.dilation_rates,
+            is_causal=is_causal,
+            scale=self.scale,
+            dropout_p=self.dropout if self.training else 0.0,
+            key_padding_mask=key_padding_mask,
+            head_offsets=self.branches.head_offsets,
+            detach_branch_weights=self.detach_branch_weights,
+            backend=self.backend,
+        )
+        assert isinstance(out, Tensor)
+        return out
+
+    def extra_repr(self) -> str:
+        return f"{self.branches}, dropout={self.dropout}, backend={self.backend!r}"
+
+
+ImprovedDilatedAttention = DilatedAttention
+ImprovedDilatedAttentionV2 = DilatedAttention
