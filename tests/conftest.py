@@ -22,7 +22,7 @@ if HAVE_HYPOTHESIS:
     settings.register_profile("suite", deadline=None, derandomize=True, suppress_health_check=slow)
     settings.load_profile("suite")
 else:
-    collect_ignore_glob = ["patterns/*", "layout/*", "backends/*", "kernels/*", "ops/*", "nn/*", "test_*"]
+    collect_ignore_glob = ["patterns/*", "layout/*", "backends/*", "kernels/*", "ops/*", "nn/*", "models/*", "test_*"]
 
 
 def pytest_report_header():

@@ -7,6 +7,7 @@ Importing this package loads torch and nothing else that is heavy.
 """
 
 from .layout import AttentionCost, BlockLayout
+from .models import LongNet, LongNetConfig, LongNetLM
 from .nn import (
     BlockSparseAttention,
     BlockSparseHierarchical,
@@ -73,6 +74,9 @@ __all__ = [
     "ImprovedDilatedAttentionV2",
     "ImprovedMultiheadDilatedAttention",
     "LocalBlocks",
+    "LongNet",
+    "LongNetConfig",
+    "LongNetLM",
     "MultiheadDilatedAttention",
     "Pattern",
     "PerHead",

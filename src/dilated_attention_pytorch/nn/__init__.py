@@ -15,6 +15,7 @@ from .multihead import (
     BlockSparseRingMultiheadDilatedAttention,
     BlockSparseRingMultiheadDilatedAttentionV2,
     ImprovedMultiheadDilatedAttention,
+    Multihead,
     MultiheadDilatedAttention,
     magneto_gammas,
 )
@@ -30,6 +31,7 @@ __all__ = [
     "ImprovedDilatedAttention",
     "ImprovedDilatedAttentionV2",
     "ImprovedMultiheadDilatedAttention",
+    "Multihead",
     "MultiheadDilatedAttention",
     "create_block_sparse_attention",
     "magneto_gammas",

@@ -94,6 +94,21 @@ class Multihead(nn.Module):
         if self.layer_norm is not None:
             self.layer_norm.reset_parameters()
 
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        is_causal: bool = False,
+        return_attention_weights: bool = False,
+        *,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = False,
+    ) -> Tensor | tuple[Tensor, BlockSparseWeights]:
+        """Attend. The mask is (batch, seq_k), True where a key is padding, whatever `batch_first` says."""
+        with_weights = either(return_attention_weights, need_weights)
+        return self._attend(query, key, value, is_causal, with_weights, key_padding_mask=key_padding_mask)
+
     def project_in(self, query: Tensor, key: Tensor, value: Tensor) -> Sequence[Tensor]:
         """q, k, v as (batch, seq, heads, head_dim), of inputs that are (batch, seq, features)."""
         if self._packed and query is key and key is value:
@@ -294,21 +309,6 @@ class MultiheadDilatedAttention(Multihead):
             device=device,
             dtype=dtype,
         )
-
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        is_causal: bool = False,
-        return_attention_weights: bool = False,
-        *,
-        key_padding_mask: Tensor | None = None,
-        need_weights: bool = False,
-    ) -> Tensor | tuple[Tensor, BlockSparseWeights]:
-        """Attend. The mask is (batch, seq_k) as in `dilated_attention`, whatever `batch_first` says."""
-        with_weights = either(return_attention_weights, need_weights)
-        return self._attend(query, key, value, is_causal, with_weights, key_padding_mask=key_padding_mask)
 
 
 BlockSparseRingMultiheadDilatedAttentionV2 = BlockSparseRingMultiheadDilatedAttention
