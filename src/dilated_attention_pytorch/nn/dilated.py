@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -22,8 +23,8 @@ class DilatedAttention(nn.Module):
         segment_lengths, dilation_rates: the branches, [2048, 4096, 8192] and [1, 2, 4] by default; both or neither.
         head_offsets, detach_branch_weights, scale, backend: see `dilated_attention`.
         dropout, attention_dropout: two names of the share of weights dropped in training.
-        enable_memory_pool, lightweight_pool, enable_buffer_manager, enable_buffer_reuse: not there yet; True is an
-            error.
+        pool options: enable_memory_pool, lightweight_pool, enable_buffer_manager, enable_buffer_reuse. Not there yet:
+            to turn one on is an error.
     """
 
     def __init__(
@@ -37,12 +38,10 @@ class DilatedAttention(nn.Module):
         dropout: float | None = None,
         attention_dropout: float | None = None,
         backend: str = "auto",
-        enable_memory_pool: bool = False,
-        lightweight_pool: bool = False,
-        enable_buffer_manager: bool = False,
-        enable_buffer_reuse: bool = False,
+        **pool_options: Any,
     ) -> None:
         super().__init__()
+        _refuse_pool(**pool_options)
         if (segment_lengths is None) != (dilation_rates is None):
             raise ValueError(
                 "segment_lengths and dilation_rates must be given together or not at all, "
@@ -57,15 +56,6 @@ class DilatedAttention(nn.Module):
         self.scale = scale
         self.dropout = one_dropout(dropout, attention_dropout)
         self.backend = check_backend(backend)
-        for name, value in (
-            ("enable_memory_pool", enable_memory_pool),
-            ("lightweight_pool", lightweight_pool),
-            ("enable_buffer_manager", enable_buffer_manager),
-            ("enable_buffer_reuse", enable_buffer_reuse),
-        ):
-            check_flag(name, value)
-            if value:
-                raise NotImplementedError(f"{name} needs the memory pool, which is not part of this version yet")
 
     @property
     def segment_lengths(self) -> tuple[int, ...]:
@@ -108,6 +98,19 @@ class DilatedAttention(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.branches}, dropout={self.dropout}, backend={self.backend!r}"
+
+
+def _refuse_pool(
+    *,
+    enable_memory_pool: bool = False,
+    lightweight_pool: bool = False,
+    enable_buffer_manager: bool = False,
+    enable_buffer_reuse: bool = False,
+) -> None:
+    for name, value in locals().copy().items():
+        check_flag(name, value)
+        if value:
+            raise NotImplementedError(f"{name} needs the memory pool, which is not part of this version yet")
 
 
 ImprovedDilatedAttention = DilatedAttention

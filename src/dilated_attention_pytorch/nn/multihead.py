@@ -273,12 +273,9 @@ class MultiheadDilatedAttention(Multihead):
         dropout: float | None = None,
         attention_dropout: float | None = None,
         backend: str = "auto",
-        enable_memory_pool: bool = False,
-        lightweight_pool: bool = False,
-        enable_buffer_manager: bool = False,
-        enable_buffer_reuse: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        **pool_options: Any,
     ) -> None:
         attention = DilatedAttention(
             segment_lengths,
@@ -289,10 +286,7 @@ class MultiheadDilatedAttention(Multihead):
             dropout=dropout,
             attention_dropout=attention_dropout,
             backend=backend,
-            enable_memory_pool=enable_memory_pool,
-            lightweight_pool=lightweight_pool,
-            enable_buffer_manager=enable_buffer_manager,
-            enable_buffer_reuse=enable_buffer_reuse,
+            **pool_options,
         )
         super().__init__(
             attention,
