@@ -63,6 +63,21 @@ class TestDilatedAttention:
         for a, b in zip(*(torch.autograd.grad(x, tensors, grad) for x in (got, want)), strict=True):
             close(a, b)
 
+    @pytest.mark.parametrize("causal", [False, True])
+    def test_weights(self, causal):
+        """With the unit matrix for values the result is the weights themselves, a key counted as often as it counts."""
+        module, (q, k, v) = DilatedAttention(*SOME), qkv(heads_kv=2)
+        hidden = torch.rand(2, SEQ) < 0.2
+        out, weights = module(q, k, v, causal, True, key_padding_mask=hidden)
+        close(out, module(q, k, v, causal, key_padding_mask=hidden))
+        assert weights["shape"] == (2, HEADS, SEQ, SEQ)
+        unit = torch.eye(SEQ, dtype=torch.float64)[None, :, None].expand(2, SEQ, HEADS, SEQ)
+        want = by_hand(q, k, unit, Branches(*SOME), causal, hidden=hidden).transpose(1, 2)
+        close(weights.to_dense(), want)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            _, lower = module(q.float(), k.float(), v.float(), causal, True, key_padding_mask=hidden)
+        assert (lower.to_dense() - want).abs().max() < 0.05
+
     def test_detached_mixing_changes_the_gradient_and_not_the_result(self):
         tensors = qkv()
         true, detached = (DilatedAttention(*SOME, detach_branch_weights=flag) for flag in (False, True))
@@ -157,6 +172,14 @@ class TestMultihead:
         before, after = (module(y, y, y, is_causal=True) for y in (x, changed))
         assert torch.equal(before[:, :20], after[:, :20])
         assert not torch.equal(before[:, 20:], after[:, 20:])
+
+    def test_weights(self):
+        module, tensors = multihead(), inputs()
+        out, weights = module(*tensors, need_weights=True)
+        close(out, module(*tensors))
+        _, _, v = module.project_in(*tensors)
+        attended = torch.einsum("bhqk,bkhd->bqhd", weights.to_dense(), v)
+        close(out, module.project_out(attended))
 
     def test_batch_second(self):
         first, second = multihead(), multihead(batch_first=False)

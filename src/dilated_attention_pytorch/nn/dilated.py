@@ -7,9 +7,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..ops import dilated_attention
-from ..ops.checks import check_scale
-from ..ops.choose import check_backend
+from ..backends.base import Extras
+from ..layout.branches import layout_of_branches
+from ..ops import BlockSparseWeights, dilated_attention
+from ..ops.checks import DEFAULT_BLOCK_SIZE, check_scale
+from ..ops.choose import check_backend, leave_autocast
+from ..ops.weights import attention_weights
 from ..patterns import Branches
 from ..patterns.base import check_flag
 from ..patterns.config import DEFAULT_DILATION_RATES, DEFAULT_SEGMENT_LENGTHS
@@ -74,12 +77,14 @@ class DilatedAttention(nn.Module):
         return_attention_weights: bool = False,
         *,
         key_padding_mask: Tensor | None = None,
-    ) -> Tensor:
-        """Tensors are (batch, seq, heads, head_dim); the mask as in `dilated_attention`."""
+    ) -> Tensor | tuple[Tensor, BlockSparseWeights]:
+        """Tensors are (batch, seq, heads, head_dim); the mask as in `dilated_attention`.
+
+        With `return_attention_weights` also the weights before dropout, by block of neighbouring tokens: those of
+        dilated branches are spread thin, so for sequences to look at.
+        """
         check_flag("return_attention_weights", return_attention_weights)
-        if return_attention_weights:
-            raise NotImplementedError("return_attention_weights is not part of dilated attention yet")
-        out = dilated_attention(
+        result = dilated_attention(
             q,
             k,
             v,
@@ -91,10 +96,20 @@ class DilatedAttention(nn.Module):
             key_padding_mask=key_padding_mask,
             head_offsets=self.branches.head_offsets,
             detach_branch_weights=self.detach_branch_weights,
+            return_lse=return_attention_weights,
             backend=self.backend,
         )
-        assert isinstance(out, Tensor)
-        return out
+        if isinstance(result, Tensor):
+            return result
+        out, lse = result
+        q, k, _, autocast_off = leave_autocast(q, k, v)
+        options: dict[str, Any] = {"num_heads": q.shape[2], "is_causal": is_causal, "device": q.device}
+        layout = layout_of_branches(
+            self.branches, q.shape[1], k.shape[1], **options, block_size=DEFAULT_BLOCK_SIZE, classes=1
+        )
+        extras = Extras(check_scale(self.scale, q.shape[3]), key_padding_mask, None, 0.0)
+        with autocast_off:
+            return out, attention_weights(q, k, lse, layout, extras)
 
     def extra_repr(self) -> str:
         return f"{self.branches}, dropout={self.dropout}, backend={self.backend!r}"
