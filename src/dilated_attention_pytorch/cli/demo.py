@@ -5,7 +5,7 @@
 2. Pictures: six patterns in one PNG, two of them in the terminal.
 3. A long sequence, forward and backward: time and peak memory beside PyTorch's dense attention. The dense run is
    shorter and its time is scaled by the square of the length; the table says so.
-4. It learns: a small LongNet finds answers that a sliding window of equal cost cannot reach, in a minute of training.
+4. It learns: a small LongNet finds answers that a sliding window of equal cost cannot reach.
 """
 
 from __future__ import annotations
