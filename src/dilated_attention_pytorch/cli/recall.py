@@ -156,5 +156,5 @@ def plot(study: Study, curves: Mapping[str, Sequence[float]], path: Path) -> Non
     axes.set_ylabel(f"right answers, mean of {OVER} steps")
     axes.set_ylim(0, 1.03)
     axes.grid(alpha=0.3)
-    axes.legend(loc="center right")
+    figure.legend(loc="outside lower center", ncols=2)
     figure.savefig(path, dpi=120)
