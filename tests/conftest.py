@@ -22,7 +22,8 @@ if HAVE_HYPOTHESIS:
     settings.register_profile("suite", deadline=None, derandomize=True, suppress_health_check=slow)
     settings.load_profile("suite")
 else:
-    collect_ignore_glob = ["patterns/*", "layout/*", "backends/*", "kernels/*", "ops/*", "nn/*", "memory/*", "test_*"]
+    folders = ("patterns", "layout", "backends", "kernels", "ops", "nn", "models", "memory")
+    collect_ignore_glob = [*(f"{folder}/*" for folder in folders), "test_*"]
 
 
 def pytest_report_header():

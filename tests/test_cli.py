@@ -42,10 +42,13 @@ def test_quick_demo_in_a_pipe(tmp_path):
     assert "dense" in done.stdout
     assert "scaled, not measured" in done.stdout
     assert "536,870,912 bytes" in done.stdout  # 8 heads, 4096 squared, 4 bytes
-    assert done.stdout.splitlines()[-2] == f"Written: {out / 'patterns.png'}"
+    learned = re.findall(r"^│ (LongNet|window|dense) +│.*│ +3 │ +\d+ s │ +(\d+\.\d)% │$", done.stdout, re.MULTILINE)
+    assert [kind for kind, _ in learned] == ["LongNet", "window", "dense"]
+    assert done.stdout.splitlines()[-2] == f"Written: {out / 'patterns.png'}, {out / 'recall.png'}"
     picture = imread(out / "patterns.png")
     assert min(picture.shape[:2]) > 1000
-    assert picture[..., :3].std() > 0.1
+    for name in ("patterns.png", "recall.png"):
+        assert imread(out / name)[..., :3].std() > 0.05
 
 
 def wrong(offset: float):

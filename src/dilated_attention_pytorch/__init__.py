@@ -15,6 +15,7 @@ from .memory import (
     plan_memory,
     recommend,
 )
+from .models import LongNet, LongNetConfig, LongNetLM
 from .nn import (
     BlockSparseAttention,
     BlockSparseHierarchical,
@@ -22,6 +23,11 @@ from .nn import (
     BlockSparseRingDilatedAttentionV2,
     BlockSparseRingMultiheadDilatedAttention,
     BlockSparseRingMultiheadDilatedAttentionV2,
+    DilatedAttention,
+    ImprovedDilatedAttention,
+    ImprovedDilatedAttentionV2,
+    ImprovedMultiheadDilatedAttention,
+    MultiheadDilatedAttention,
     create_block_sparse_attention,
 )
 from .ops import (
@@ -67,14 +73,22 @@ __all__ = [
     "Branches",
     "BufferType",
     "Causal",
+    "DilatedAttention",
     "DilatedBlocks",
     "Documents",
     "Explanation",
     "Full",
     "GlobalBlocks",
     "GlobalTokens",
+    "ImprovedDilatedAttention",
+    "ImprovedDilatedAttentionV2",
+    "ImprovedMultiheadDilatedAttention",
     "LocalBlocks",
+    "LongNet",
+    "LongNetConfig",
+    "LongNetLM",
     "MemoryPool",
+    "MultiheadDilatedAttention",
     "Pattern",
     "PerHead",
     "PersistentPatternCache",

@@ -2,6 +2,7 @@
 
     dilated-attention demo [--tokens 65536] [--out demo_output] [--quick] [--debug]
     dilated-attention plan [--tokens 131072] [--device H200] [--training] [--world-size 8] …
+    dilated-attention train TEXT [--out run] [--steps 1000] [--seq-len 2048] ... [--debug]
 
 Exit status: 0, 1 for an error (one line on stderr; the traceback with --debug), 2 for arguments that make no sense.
 """
@@ -36,10 +37,13 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _app() -> "typer.Typer":
+    import torch
     import typer
 
+    from ..models import LongNetConfig
     from . import demo as demo_module
     from . import plan as plan_module
+    from . import train as train_module
 
     app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
@@ -140,6 +144,58 @@ def _app() -> "typer.Typer":
             )
 
         _reported(planned, debug)
+
+    @app.command()
+    def train(
+        text: Annotated[Path, typer.Argument(help="The file to learn, taken as bytes.", exists=True, dir_okay=False)],
+        out: Annotated[Path, typer.Option(help="Folder of the run; one that was stopped goes on.")] = Path("run"),
+        steps: Annotated[int, typer.Option(min=1, help="Steps in all.")] = 1000,
+        seq_len: Annotated[int, typer.Option(min=2, help="Bytes a sample.")] = 2048,
+        batch: Annotated[int, typer.Option(min=1, help="Samples a step.")] = 8,
+        dim: Annotated[int, typer.Option(min=2, help="Features.")] = 256,
+        layers: Annotated[int, typer.Option(min=1, help="Layers.")] = 4,
+        heads: Annotated[int, typer.Option(min=1, help="Heads.")] = 4,
+        segment_lengths: Annotated[str, typer.Option(help="Segments of the branches.")] = "256,1024,4096",
+        dilation_rates: Annotated[str, typer.Option(help="Dilations of the branches.")] = "1,2,4",
+        dropout: Annotated[float, typer.Option(help="Share that is dropped of what a block adds.")] = 0.0,
+        lr: Annotated[float, typer.Option(help="Learning rate after the warm-up.")] = 1e-3,
+        warmup: Annotated[int, typer.Option(min=0, help="Steps of the warm-up.")] = 50,
+        save_every: Annotated[int, typer.Option(min=1, help="Steps between two checkpoints.")] = 100,
+        checkpointing: Annotated[
+            bool, typer.Option("--checkpointing", help="Keep only the layers' inputs for the backward pass.")
+        ] = False,
+        seed: Annotated[int, typer.Option(min=0, help="Of parameters, samples and dropout.")] = 0,
+        device: Annotated[
+            Optional[str],  # noqa: UP045
+            typer.Option(help="Where to train.", show_default="cuda if there is one, else cpu"),
+        ] = None,
+        debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    ) -> None:
+        """Train a byte-level LongNet language model of any file; given again, a command that was stopped goes on."""
+
+        def trained() -> None:
+            model = LongNetConfig(
+                dim=dim,
+                num_layers=layers,
+                num_heads=heads,
+                segment_lengths=_ints("--segment-lengths", segment_lengths) or (),
+                dilation_rates=_ints("--dilation-rates", dilation_rates) or (),
+                dropout=dropout,
+                checkpointing=checkpointing,
+            )
+            options = train_module.Options(
+                model=model,
+                steps=steps,
+                seq_len=seq_len,
+                batch=batch,
+                learning_rate=lr,
+                warmup=warmup,
+                seed=seed,
+                device=device or ("cuda" if torch.cuda.is_available() else "cpu"),
+            )
+            train_module.run(text, out, options, save_every=save_every)
+
+        _reported(trained, debug)
 
     return app
 

@@ -5,6 +5,7 @@
 2. Pictures: six patterns in one PNG, two of them in the terminal.
 3. A long sequence, forward and backward: time and peak memory beside PyTorch's dense attention. The dense run is
    shorter and its time is scaled by the square of the length; the table says so.
+4. It learns: a small LongNet finds answers that a sliding window of equal cost cannot reach.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from ..patterns import (
     hierarchical,
 )
 from ..viz import draw_text, plot_layout
+from . import recall
 
 TOLERANCE = 1e-10
 CHECK_TOKENS = 333  # odd, and no multiple of a block
@@ -46,8 +48,9 @@ CHECK_PAIRS = 2000
 PICTURE_TOKENS, TEXT_TOKENS = 2048, 1024
 HEADS, HEAD_DIM = 8, 64
 
-# (tokens, tokens of the dense run)
-LONG, QUICK = (65536, 8192), (4096, 1024)
+# (tokens, tokens of the dense run, most steps of a model that learns)
+LONG, QUICK = (65536, 8192, 360), (4096, 1024, 3)
+RECALL = recall.Study(seq=128, segment=8, batch=32)
 
 CHECKED: dict[str, Pattern] = {
     "sliding window": SlidingWindow(left=64, right=16),
@@ -71,7 +74,7 @@ IN_THE_TERMINAL = ("Global tokens | window", "Dilated segments")
 def run(*, tokens: int | None = None, out: Path = Path("demo_output"), quick: bool = False) -> None:
     """The whole demo. RuntimeError if a result is not exact."""
     started = perf_counter()
-    default_tokens, most_dense = QUICK if quick else LONG
+    default_tokens, most_dense, steps = QUICK if quick else LONG
     tokens = tokens or default_tokens
     console = Console(highlight=False)
     console.print(f"torch {torch.__version__} on {torch.get_num_threads()} CPU threads, {platform.machine()}")
@@ -81,7 +84,11 @@ def run(*, tokens: int | None = None, out: Path = Path("demo_output"), quick: bo
     picture = _draw_patterns(console, out)
     _heading(console, f"3. {tokens:,} tokens, forward and backward")
     _race(console, tokens, min(tokens, most_dense))
-    console.print(f"\nWritten: {picture}\nDone in {perf_counter() - started:.0f} s.", soft_wrap=True)
+    _heading(
+        console, f"4. Recall: the answer is {RECALL.distance} tokens back, the shortest segment {RECALL.segment} long"
+    )
+    curves = _recall(console, steps, out)
+    console.print(f"\nWritten: {picture}, {curves}\nDone in {perf_counter() - started:.0f} s.", soft_wrap=True)
 
 
 def _heading(console: Console, text: str) -> None:
@@ -239,6 +246,30 @@ def _race(console: Console, tokens: int, dense_tokens: int) -> None:
     can, missing = can_measure()
     if not can:
         console.print(f"Peak memory was not measured: that {missing}.")
+
+
+def _recall(console: Console, steps: int, out: Path) -> Path:
+    views = {
+        "LongNet": f"branches {[*zip(RECALL.branches.segment_lengths, RECALL.branches.dilation_rates, strict=True)]}",
+        "window": f"the last {RECALL.window} tokens, which costs as much",
+        "dense": "all tokens so far",
+    }
+    table = Table("model", "a token sees", title=f"{RECALL.seq} tokens; guessing answers {1 / recall.VALUES:.1%} right")
+    for text in ("steps", "time", "right"):
+        table.add_column(text, justify="right")
+    curves = {}
+    with _steps(console, len(views)) as announce, _one_thread():
+        for kind, view in views.items():
+            announce(f"learning, {kind}")
+            model, started = RECALL.model(kind), perf_counter()
+            curves[kind] = RECALL.learn(model, steps)
+            seconds = perf_counter() - started
+            table.add_row(kind, view, str(len(curves[kind])), f"{seconds:.0f} s", f"{RECALL.test(model):.1%}")
+    console.print(table)
+    console.print(f"A model stops when {recall.LEARNED:.0%} of its answers are right, or after {steps} steps.")
+    path = out / "recall.png"
+    recall.plot(RECALL, curves, path)
+    return path
 
 
 def _sparse(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout) -> Tensor:

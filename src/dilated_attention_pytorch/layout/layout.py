@@ -379,19 +379,26 @@ class BlockLayout:
         mask[which, query_block, key_block] = True
         return mask.reshape(*self._list_shape, self.num_q_blocks, self.num_k_blocks)
 
+    def cells(self) -> Tensor:
+        """[entries, block_q, block_k] of the blocks of `entries`: bool, whether a pair is allowed.
+
+        For dilated attention how often it counts, int32.
+        """
+        which, query_block, key_block, rule = self.entries()
+        full = (rule < 0)[:, None, None]
+        if not self.dilated:
+            return self.token_mask(query_block, key_block, rule.clamp(min=0)) | full
+        times = self.by_query.rule_ids[: len(rule), None, None]
+        times = torch.where(times > 0, times, self.times_held(which, query_block, key_block))
+        return torch.where(full | self.token_mask(query_block, key_block, torch.zeros_like(rule)), times, 0)
+
     def to_dense(self) -> Tensor:
         """bool mask of allowed pairs of tokens, [seq_q, seq_k] behind the dimensions of `to_block_mask`.
 
         For dilated attention how often each pair counts, int32.
         """
-        which, query_block, key_block, rule = self.entries()
-        full = (rule < 0)[:, None, None]
-        if self.dilated:
-            times = self.by_query.rule_ids[: len(rule), None, None]
-            cells = torch.where(times > 0, times, self.times_held(which, query_block, key_block))
-            cells = torch.where(full | self.token_mask(query_block, key_block, torch.zeros_like(rule)), cells, 0)
-        else:
-            cells = self.token_mask(query_block, key_block, rule.clamp(min=0)) | full
+        which, query_block, key_block, _ = self.entries()
+        cells = self.cells()
         query, key = self.queries_of(query_block), self.keys_of(key_block)
         size = self.classes * max(self.num_q_blocks * self.block_q, self.num_k_blocks * self.block_k)
         dense = torch.zeros(self.num_lists, size, size, dtype=cells.dtype, device=self.device)

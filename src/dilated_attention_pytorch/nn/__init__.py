@@ -9,8 +9,16 @@ from .attention import (
     BlockSparseRingDilatedAttention,
     BlockSparseRingDilatedAttentionV2,
 )
+from .dilated import DilatedAttention, ImprovedDilatedAttention, ImprovedDilatedAttentionV2
 from .factory import create_block_sparse_attention
-from .multihead import BlockSparseRingMultiheadDilatedAttention, BlockSparseRingMultiheadDilatedAttentionV2
+from .multihead import (
+    BlockSparseRingMultiheadDilatedAttention,
+    BlockSparseRingMultiheadDilatedAttentionV2,
+    ImprovedMultiheadDilatedAttention,
+    Multihead,
+    MultiheadDilatedAttention,
+    magneto_gammas,
+)
 
 __all__ = [
     "BlockSparseAttention",
@@ -19,5 +27,12 @@ __all__ = [
     "BlockSparseRingDilatedAttentionV2",
     "BlockSparseRingMultiheadDilatedAttention",
     "BlockSparseRingMultiheadDilatedAttentionV2",
+    "DilatedAttention",
+    "ImprovedDilatedAttention",
+    "ImprovedDilatedAttentionV2",
+    "ImprovedMultiheadDilatedAttention",
+    "Multihead",
+    "MultiheadDilatedAttention",
     "create_block_sparse_attention",
+    "magneto_gammas",
 ]

@@ -71,9 +71,12 @@ class BlockSparseWeights(Mapping[str, Any]):
 
 
 def attention_weights(q: Tensor, k: Tensor, lse: Tensor, layout: BlockLayout, extras: Extras) -> BlockSparseWeights:
-    """exp(scores − lse) of every active block: the weights before dropout, in the compute dtype, differentiable."""
+    """exp(scores − lse) of every active block: the weights before dropout, in the compute dtype, differentiable.
+
+    A pair of dilated attention has its weight as often as it counts. The layout's blocks are of neighbouring tokens.
+    """
     batch, seq_q, heads, _ = q.shape
-    which, query_block, key_block, rule = layout.entries()
+    which, query_block, key_block, _ = layout.entries()
     keys, inverse = torch.unique(query_block.long() * layout.num_k_blocks + key_block, return_inverse=True)
     rows, columns = keys // layout.num_k_blocks, keys % layout.num_k_blocks
     dtype = compute_dtype(q.dtype)
@@ -82,13 +85,13 @@ def attention_weights(q: Tensor, k: Tensor, lse: Tensor, layout: BlockLayout, ex
     totals = _blocks(lse.transpose(1, 2)[..., None], layout.block_q)[rows]
     scores = queries @ keys_.mT
     empty = totals == -torch.inf
-    allowed = layout.token_mask(query_block, key_block, rule.clamp(min=0)) | (rule < 0)[:, None, None]
-    mask = torch.zeros(len(rows), layout.num_lists, *layout.blocks, dtype=torch.bool, device=q.device)
-    mask[inverse, which] = allowed
-    mask = mask.view(len(rows), layout.batch_size or 1, layout.num_heads or 1, *layout.blocks)
-    mask = mask.repeat_interleave(heads // mask.shape[2], dim=2)
+    cells = layout.cells()
+    times = torch.zeros(len(rows), layout.num_lists, *layout.blocks, dtype=cells.dtype, device=q.device)
+    times[inverse, which] = cells
+    times = times.view(len(rows), layout.batch_size or 1, layout.num_heads or 1, *layout.blocks)
+    times = times.repeat_interleave(heads // times.shape[2], dim=2)
     query = rows[:, None] * layout.block_q + torch.arange(layout.block_q, device=q.device)
-    mask = mask & (query < seq_q)[:, None, None, :, None] & ~empty
+    mask = (times > 0) & (query < seq_q)[:, None, None, :, None] & ~empty
     if extras.key_padding_mask is not None:
         hidden = _blocks(extras.key_padding_mask[:, :, None, None], layout.block_k)[columns]
         mask = mask & ~hidden.mT
@@ -98,6 +101,7 @@ def attention_weights(q: Tensor, k: Tensor, lse: Tensor, layout: BlockLayout, ex
         mask = mask & (query_ids == _blocks(ids, layout.block_k)[columns].mT)
     # Hidden before exp, not after: an overflow there would make NaN of its gradient.
     weights = torch.exp((scores - totals.masked_fill(empty, 0.0)).masked_fill(~mask, -torch.inf))
+    weights = weights * times if layout.dilated else weights
     indices = list(zip(rows.tolist(), columns.tolist(), strict=True))
     return BlockSparseWeights(indices, weights, (batch, heads, seq_q, k.shape[1]), layout)
 

@@ -1,0 +1,125 @@
+"""Dilated attention (LongNet) as a module: q, k, v in, out out. No parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..backends.base import Extras
+from ..layout.branches import layout_of_branches
+from ..ops import BlockSparseWeights, dilated_attention
+from ..ops.checks import DEFAULT_BLOCK_SIZE, check_scale
+from ..ops.choose import check_backend, leave_autocast
+from ..ops.weights import attention_weights
+from ..patterns import Branches
+from ..patterns.base import check_flag
+from ..patterns.config import DEFAULT_DILATION_RATES, DEFAULT_SEGMENT_LENGTHS
+from .attention import one_dropout
+from .pooled import POOL_FIELDS, Pooled
+
+
+class DilatedAttention(Pooled, nn.Module):
+    """Exact dilated attention (branch merge: one softmax a row, a key counts once for each branch that holds it).
+
+    Args:
+        segment_lengths, dilation_rates: the branches, [2048, 4096, 8192] and [1, 2, 4] by default; both or neither.
+        head_offsets, detach_branch_weights, scale, backend: see `dilated_attention`.
+        dropout, attention_dropout: two names of the share of weights dropped in training.
+        pool options: enable_memory_pool, lightweight_pool, enable_buffer_manager, enable_buffer_reuse; see
+            `Pooled.set_buffers`. All off by default.
+    """
+
+    more_keywords = POOL_FIELDS
+
+    def __init__(
+        self,
+        segment_lengths: Sequence[int] | None = None,
+        dilation_rates: Sequence[int] | None = None,
+        *,
+        head_offsets: str = "interleaved",
+        detach_branch_weights: bool = False,
+        scale: float | None = None,
+        dropout: float | None = None,
+        attention_dropout: float | None = None,
+        backend: str = "auto",
+        **pool_options: Any,
+    ) -> None:
+        super().__init__()
+        self.set_buffers(**pool_options)
+        if (segment_lengths is None) != (dilation_rates is None):
+            raise ValueError(
+                "segment_lengths and dilation_rates must be given together or not at all, "
+                f"got {segment_lengths} and {dilation_rates}"
+            )
+        if segment_lengths is None or dilation_rates is None:
+            segment_lengths, dilation_rates = DEFAULT_SEGMENT_LENGTHS, DEFAULT_DILATION_RATES
+        self.branches = Branches(segment_lengths, dilation_rates, head_offsets)
+        check_flag("detach_branch_weights", detach_branch_weights)
+        self.detach_branch_weights = detach_branch_weights
+        check_scale(scale, head_dim=1)
+        self.scale = scale
+        self.dropout = one_dropout(dropout, attention_dropout)
+        self.backend = check_backend(backend)
+
+    @property
+    def segment_lengths(self) -> tuple[int, ...]:
+        return tuple(self.branches.segment_lengths)
+
+    @property
+    def dilation_rates(self) -> tuple[int, ...]:
+        return tuple(self.branches.dilation_rates)
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        is_causal: bool = False,
+        return_attention_weights: bool = False,
+        *,
+        key_padding_mask: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, BlockSparseWeights]:
+        """Tensors are (batch, seq, heads, head_dim); the mask as in `dilated_attention`.
+
+        With `return_attention_weights` also the weights before dropout, by block of neighbouring tokens: those of
+        dilated branches are spread thin, so for sequences to look at.
+        """
+        check_flag("return_attention_weights", return_attention_weights)
+        run = partial(
+            dilated_attention,
+            q,
+            k,
+            v,
+            segment_lengths=self.branches.segment_lengths,
+            dilation_rates=self.branches.dilation_rates,
+            is_causal=is_causal,
+            scale=self.scale,
+            dropout_p=self.dropout if self.training else 0.0,
+            key_padding_mask=key_padding_mask,
+            head_offsets=self.branches.head_offsets,
+            detach_branch_weights=self.detach_branch_weights,
+            return_lse=return_attention_weights,
+            backend=self.backend,
+        )
+        result = run() if self._source is None else self.drawing(q.device, run)
+        if isinstance(result, Tensor):
+            return result
+        out, lse = result
+        q, k, _, autocast_off = leave_autocast(q, k, v)
+        options: dict[str, Any] = {"num_heads": q.shape[2], "is_causal": is_causal, "device": q.device}
+        layout = layout_of_branches(
+            self.branches, q.shape[1], k.shape[1], **options, block_size=DEFAULT_BLOCK_SIZE, classes=1
+        )
+        extras = Extras(check_scale(self.scale, q.shape[3]), key_padding_mask, None, 0.0)
+        with autocast_off:
+            return out, attention_weights(q, k, lse, layout, extras)
+
+    def extra_repr(self) -> str:
+        return f"{self.branches}, dropout={self.dropout}, backend={self.backend!r}"
+
+
+ImprovedDilatedAttention = DilatedAttention
+ImprovedDilatedAttentionV2 = DilatedAttention
