@@ -16,7 +16,25 @@ from .nn import (
     BlockSparseRingMultiheadDilatedAttentionV2,
     create_block_sparse_attention,
 )
-from .ops import BlockSparseWeights, Explanation, block_sparse_attention, explain, merge_attention
+from .ops import (
+    Antidiagonal,
+    BlockSparseWeights,
+    CumulativeMass,
+    Explanation,
+    MeanPooled,
+    MinMaxBound,
+    Moments,
+    RelativeThreshold,
+    SampledRows,
+    SharedBudget,
+    TopK,
+    block_masses,
+    block_sparse_attention,
+    explain,
+    kept_mass,
+    merge_attention,
+    select_blocks,
+)
 from .patterns import (
     Blocks,
     Causal,
@@ -37,6 +55,7 @@ from .patterns import (
 __version__ = "0.1.0"
 
 __all__ = [
+    "Antidiagonal",
     "AttentionCost",
     "BlockLayout",
     "BlockSparseAttention",
@@ -48,6 +67,7 @@ __all__ = [
     "BlockSparseWeights",
     "Blocks",
     "Causal",
+    "CumulativeMass",
     "DilatedBlocks",
     "Documents",
     "Explanation",
@@ -55,14 +75,24 @@ __all__ = [
     "GlobalBlocks",
     "GlobalTokens",
     "LocalBlocks",
+    "MeanPooled",
+    "MinMaxBound",
+    "Moments",
     "Pattern",
     "PerHead",
     "RandomBlocks",
+    "RelativeThreshold",
+    "SampledRows",
+    "SharedBudget",
     "SlidingWindow",
     "SparsePatternConfig",
+    "TopK",
+    "block_masses",
     "block_sparse_attention",
     "create_block_sparse_attention",
     "explain",
     "hierarchical",
+    "kept_mass",
     "merge_attention",
+    "select_blocks",
 ]
