@@ -8,13 +8,17 @@ Importing this package loads torch and nothing else that is heavy.
 
 from .layout import AttentionCost, BlockLayout
 from .nn import (
+    BlockGate,
+    BlockSparseAdaptive,
     BlockSparseAttention,
     BlockSparseHierarchical,
     BlockSparseRingDilatedAttention,
     BlockSparseRingDilatedAttentionV2,
     BlockSparseRingMultiheadDilatedAttention,
     BlockSparseRingMultiheadDilatedAttentionV2,
+    SparsitySchedule,
     create_block_sparse_attention,
+    gate_loss,
 )
 from .ops import (
     Antidiagonal,
@@ -57,7 +61,9 @@ __version__ = "0.1.0"
 __all__ = [
     "Antidiagonal",
     "AttentionCost",
+    "BlockGate",
     "BlockLayout",
+    "BlockSparseAdaptive",
     "BlockSparseAttention",
     "BlockSparseHierarchical",
     "BlockSparseRingDilatedAttention",
@@ -86,11 +92,13 @@ __all__ = [
     "SharedBudget",
     "SlidingWindow",
     "SparsePatternConfig",
+    "SparsitySchedule",
     "TopK",
     "block_masses",
     "block_sparse_attention",
     "create_block_sparse_attention",
     "explain",
+    "gate_loss",
     "hierarchical",
     "kept_mass",
     "merge_attention",

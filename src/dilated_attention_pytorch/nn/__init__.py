@@ -3,6 +3,7 @@
 One class a concept; a name of the seeds that differs only in version is the same class under another name.
 """
 
+from .adaptive import BlockSparseAdaptive
 from .attention import (
     BlockSparseAttention,
     BlockSparseHierarchical,
@@ -10,14 +11,20 @@ from .attention import (
     BlockSparseRingDilatedAttentionV2,
 )
 from .factory import create_block_sparse_attention
+from .gate import BlockGate, gate_loss
 from .multihead import BlockSparseRingMultiheadDilatedAttention, BlockSparseRingMultiheadDilatedAttentionV2
+from .schedule import SparsitySchedule
 
 __all__ = [
+    "BlockGate",
+    "BlockSparseAdaptive",
     "BlockSparseAttention",
     "BlockSparseHierarchical",
     "BlockSparseRingDilatedAttention",
     "BlockSparseRingDilatedAttentionV2",
     "BlockSparseRingMultiheadDilatedAttention",
     "BlockSparseRingMultiheadDilatedAttentionV2",
+    "SparsitySchedule",
     "create_block_sparse_attention",
+    "gate_loss",
 ]

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
+from .adaptive import BlockSparseAdaptive
 from .attention import PATTERN_FIELDS, BlockSparseHierarchical, BlockSparseRingDilatedAttention
+from .auto import automatic_attention
 from .multihead import BlockSparseRingMultiheadDilatedAttention
 
 # "base" and "ring" are one class: without a ring there is nothing of it in the way.
-VARIANTS: dict[str, type[nn.Module]] = {
+VARIANTS: dict[str, Callable[..., nn.Module]] = {
     "base": BlockSparseRingDilatedAttention,
     "ring": BlockSparseRingDilatedAttention,
     "hierarchical": BlockSparseHierarchical,
+    "adaptive": BlockSparseAdaptive,
     "multihead": BlockSparseRingMultiheadDilatedAttention,
+    "auto": automatic_attention,
 }
 
 
@@ -23,7 +28,7 @@ def create_block_sparse_attention(variant: str = "base", **options: Any) -> nn.M
     """Create a block-sparse attention module.
 
     Args:
-        variant: "base", "ring", "hierarchical" or "multihead".
+        variant: "base", "ring", "hierarchical", "adaptive", "multihead" or "auto", which chooses by length and device.
         options: what that class takes; anything else is an error that lists what is possible.
     """
     if not isinstance(variant, str) or variant not in VARIANTS:

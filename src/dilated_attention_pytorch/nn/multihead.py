@@ -13,7 +13,8 @@ from ..ops import BlockSparseWeights
 from ..ops.checks import check_masks
 from ..patterns import SparsePatternConfig
 from ..patterns.base import check_flag, check_int
-from .attention import BlockSparseRingDilatedAttention
+from .adaptive import BlockSparseAdaptive
+from .attention import BlockSparseRingDilatedAttention, one_config
 
 
 class BlockSparseRingMultiheadDilatedAttention(nn.Module):
@@ -68,16 +69,17 @@ class BlockSparseRingMultiheadDilatedAttention(nn.Module):
         if num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads must be a multiple of num_kv_heads, got {num_heads} and {self.num_kv_heads}")
         self.head_dim = embed_dim // num_heads
-        self.attention = BlockSparseRingDilatedAttention(
-            segment_lengths,
-            dilation_rates,
-            sparse_config,
-            scale=scale,
-            dropout=dropout,
-            attention_dropout=attention_dropout,
-            backend=backend,
-            **pattern_fields,
-        )
+        config = one_config(sparse_config, pattern_fields)
+        inner: dict[str, Any] = {
+            "sparse_config": config,
+            "scale": scale,
+            "dropout": dropout,
+            "attention_dropout": attention_dropout,
+            "backend": backend,
+        }
+        if not config.is_adaptive or segment_lengths is not None or dilation_rates is not None:
+            inner |= {"segment_lengths": segment_lengths, "dilation_rates": dilation_rates}
+        self.attention = (BlockSparseAdaptive if config.is_adaptive else BlockSparseRingDilatedAttention)(**inner)
         options: dict[str, Any] = {"device": device, "dtype": dtype}
         widths = [embed_dim, self.num_kv_heads * self.head_dim, self.num_kv_heads * self.head_dim]
         self._widths = widths

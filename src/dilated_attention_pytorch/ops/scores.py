@@ -6,9 +6,9 @@ that a row may see, summed by block.
 
 | scorer | rows of a query block | columns of a key block |
 |---|---|---|
-| `MeanPooled` (MoBA) | means of the queries | the mean of its keys |
-| `MinMaxBound` (Quest) | means of the queries | its keys' largest and smallest coordinates: a bound on any score |
-| `Moments` | the queries, and their squares | mean and variance of its keys |
+| `MeanPooled` (MoBA) | means of its queries | means of its keys |
+| `MinMaxBound` (Quest) | means of its queries | largest and smallest coordinates of its keys: a bound on any score |
+| `Moments` | means of its queries, and their squares | means and variances of its keys |
 | `Antidiagonal` (XAttention) | queries, `stride` at a time, last first | keys, `stride` at a time |
 | `SampledRows` | one query of every `stride`, as it is | all its keys, as they are |
 | `nn.BlockGate` | learned | learned |
@@ -95,30 +95,32 @@ class Blocked:
 
 @dataclass(frozen=True)
 class MeanPooled:
-    """The mean of `queries` neighbouring queries (None: of the whole block) times the mean key of a block."""
+    """Mean queries times mean keys, of blocks (MoBA's rule) or of patches of `queries` × `keys` tokens in them."""
 
     queries: int | None = None
+    keys: int | None = None
 
     def __post_init__(self) -> None:
-        if self.queries is not None:
-            check_int("queries", self.queries, least=1)
+        _check_parts(self)
 
     def features(self, queries: Blocked, keys: Blocked, scale: float) -> tuple[Tensor, Tensor]:
-        return queries.parts(self.queries or queries.block).mean() * scale, keys.mean()
+        rows, columns = queries.parts(self.queries or queries.block), keys.parts(self.keys or keys.block)
+        return rows.mean() * scale, columns.mean()
 
 
 @dataclass(frozen=True)
 class MinMaxBound:
-    """The largest score that a key inside the box of a block's keys could have."""
+    """The largest score that a key in the box around a block's keys could have; or in boxes around `keys` of them."""
 
     queries: int | None = None
+    keys: int | None = None
 
     def __post_init__(self) -> None:
-        if self.queries is not None:
-            check_int("queries", self.queries, least=1)
+        _check_parts(self)
 
     def features(self, queries: Blocked, keys: Blocked, scale: float) -> tuple[Tensor, Tensor]:
         mean = queries.parts(self.queries or queries.block).mean() * scale
+        keys = keys.parts(self.keys or keys.block)
         rows = torch.cat((mean.clamp(min=0), mean.clamp(max=0)), dim=-1)
         return rows, torch.cat((keys.extreme(1), keys.extreme(-1)), dim=-1)
 
@@ -127,16 +129,18 @@ class MinMaxBound:
 class Moments:
     """Mean and variance of a block's keys: log of the mean of exp(q·k) is q·mean + q²·variance / 2, to second order.
 
-    Covariances between coordinates are left out.
+    Covariances between coordinates are left out. For blocks, or for patches of `queries` × `keys` tokens in them.
     """
 
-    queries: int = 1
+    queries: int | None = None
+    keys: int | None = None
 
     def __post_init__(self) -> None:
-        check_int("queries", self.queries, least=1)
+        _check_parts(self)
 
     def features(self, queries: Blocked, keys: Blocked, scale: float) -> tuple[Tensor, Tensor]:
-        rows, mean = queries.parts(self.queries).mean() * scale, keys.mean()
+        keys = keys.parts(self.keys or keys.block)
+        rows, mean = queries.parts(self.queries or queries.block).mean() * scale, keys.mean()
         variance = replace(keys, tokens=(keys.tokens - mean[:, :, None]).square()).mean()
         return torch.cat((rows, rows.square() / 2), dim=-1), torch.cat((mean, variance), dim=-1)
 
@@ -170,6 +174,12 @@ class SampledRows:
         last = (parts.real.sum(2) - 1).clamp(min=0)  # queries are real up to the end of the sequence
         rows = parts.tokens.take_along_dim(last[..., None, None, None], dim=2).squeeze(2)
         return rows * scale, keys.tokens.flatten(1, 2)
+
+
+def _check_parts(scorer: MeanPooled | MinMaxBound | Moments) -> None:
+    for name in ("queries", "keys"):
+        if getattr(scorer, name) is not None:
+            check_int(name, getattr(scorer, name), least=1)
 
 
 def estimated_masses(

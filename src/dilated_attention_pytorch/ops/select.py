@@ -31,8 +31,9 @@ from .scores import Antidiagonal, Blocked, MeanPooled, MinMaxBound, Moments, Sam
 SCORERS: Mapping[str, Scorer] = MappingProxyType(
     {
         "mean": MeanPooled(),
+        "patches": MeanPooled(4, 4),
         "minmax": MinMaxBound(),
-        "moments": Moments(),
+        "moments": Moments(queries=1),
         "antidiagonal": Antidiagonal(),
         "sampled": SampledRows(),
         "exact": SampledRows(1),
@@ -66,12 +67,14 @@ class Selector(Protocol):
     """Which blocks of `masses` [batch, lists, query blocks, key blocks] to keep.
 
     `keep` gives a bool mask; what cannot be seen may be in it, for nothing. `most` is at most how many blocks of a
-    sample it keeps, an int that depends on no input.
+    sample it keeps, an int that depends on no input. `opened` is the selector on its way (0) to keeping all (1).
     """
 
     def keep(self, masses: Tensor, grid: Grid) -> Tensor: ...
 
     def most(self, grid: Grid, lists: int) -> int: ...
+
+    def opened(self, opening: float) -> Selector: ...
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,9 @@ class SharedBudget:
 
     def __post_init__(self) -> None:
         check_ratio("share", self.share)
+
+    def opened(self, opening: float) -> SharedBudget:
+        return replace(self, share=_towards_one(self.share, opening))
 
     def most(self, grid: Grid, lists: int) -> int:
         return max(round(self.share * sum(grid.num_visible) * lists), sum(grid.num_forced) * lists)
@@ -113,6 +119,9 @@ class TopK:
         check_ratio("share", self.share)
         check_flag("even", self.even)
         check_flag("across_heads", self.across_heads)
+
+    def opened(self, opening: float) -> TopK:
+        return replace(self, share=_towards_one(self.share, opening))
 
     def counts(self, grid: Grid, lists: int) -> list[int]:
         """Blocks of each row: of one head, or of all that compete for them."""
@@ -149,6 +158,11 @@ class CumulativeMass:
         check_ratio("mass", self.mass)
         check_ratio("at_most", self.at_most)
 
+    def opened(self, opening: float) -> Selector:
+        if opening == 1.0:
+            return SharedBudget(1.0)  # rounded masses may add up to 1 before the last block
+        return CumulativeMass(_towards_one(self.mass, opening), _towards_one(self.at_most, opening))
+
     def most(self, grid: Grid, lists: int) -> int:
         return SharedBudget(self.at_most).most(grid, lists)
 
@@ -171,11 +185,20 @@ class RelativeThreshold:
         check_ratio("ratio", self.ratio)
         check_ratio("at_most", self.at_most)
 
+    def opened(self, opening: float) -> Selector:
+        if opening == 1.0:
+            return SharedBudget(1.0)
+        return RelativeThreshold(self.ratio * (1.0 - opening), _towards_one(self.at_most, opening))
+
     def most(self, grid: Grid, lists: int) -> int:
         return SharedBudget(self.at_most).most(grid, lists)
 
     def keep(self, masses: Tensor, grid: Grid) -> Tensor:
         return _at_most(self, masses, masses >= self.ratio * masses.amax(-1, keepdim=True), grid)
+
+
+def _towards_one(share: float, opening: float) -> float:
+    return share + (1.0 - share) * opening
 
 
 def _at_most(selector: CumulativeMass | RelativeThreshold, masses: Tensor, wanted: Tensor, grid: Grid) -> Tensor:
@@ -266,7 +289,7 @@ def block_masses(
     what a scorer estimates. In memory a chunk and the result, never the matrix of pairs. Differentiable.
     """
     _check(q, k, is_causal, key_padding_mask, None)
-    blocks, scorer = _block_pair(block_size), _scorer_of(scorer)
+    blocks, scorer = _block_pair(block_size), scorer_of(scorer)
     if scorer == SCORERS["exact"] and q.dtype in (torch.float16, torch.bfloat16):
         q, k = q.float(), k.float()
     scale = check_scale(scale, q.shape[3])
@@ -278,7 +301,7 @@ def select_blocks(
     q: Tensor,
     k: Tensor,
     *,
-    scorer: str | Scorer = "antidiagonal",
+    scorer: str | Scorer = "patches",
     selector: Selector,
     block_size: int | tuple[int, int] = 64,
     is_causal: bool = False,
@@ -296,7 +319,8 @@ def select_blocks(
 
     Args:
         q, k: as in `block_sparse_attention`; k may have fewer heads.
-        scorer: "mean", "minmax", "moments", "antidiagonal", "sampled", "exact" or a `Scorer`, as `nn.BlockGate`.
+        scorer: "mean", "patches" (means of 4 × 4 tokens), "minmax", "moments", "antidiagonal" (stride 8), "sampled"
+            (every 8th query), "exact", or a `Scorer`, such as `nn.BlockGate`.
         selector: `SharedBudget`, `TopK`, `CumulativeMass` or `RelativeThreshold`.
         block_size: tokens a block, or (block_q, block_k).
         sink, local: always keep the blocks that hold the first `sink` keys, those that hold the block's own
@@ -306,12 +330,11 @@ def select_blocks(
             budgets do not count masks.
     """
     _check(q, k, is_causal, key_padding_mask, document_ids)
-    blocks, scorer, scale = _block_pair(block_size), _scorer_of(scorer), check_scale(scale, q.shape[3])
+    blocks, scorer, scale = _block_pair(block_size), scorer_of(scorer), check_scale(scale, q.shape[3])
     check_int("sink", sink, least=0)
     check_int("local", local, least=0)
     check_flag("per_kv_head", per_kv_head)
-    if not hasattr(selector, "keep") or not hasattr(selector, "most"):
-        raise TypeError(f"selector must be SharedBudget(share), TopK(share) or another Selector, got {selector!r}")
+    check_selector(selector)
     masses = estimated_masses(q, k, scorer, blocks, is_causal=is_causal, scale=scale, hidden=key_padding_mask)
     if per_kv_head:
         masses = masses.unflatten(1, (k.shape[2], -1)).mean(2)
@@ -356,7 +379,7 @@ def _rules(is_causal: bool, device: torch.device) -> Tensor:
     return torch.tensor([[Interval(right=0) if is_causal else EVERYTHING]], dtype=torch.int32, device=device)
 
 
-def _scorer_of(scorer: str | Scorer) -> Scorer:
+def scorer_of(scorer: str | Scorer) -> Scorer:
     if isinstance(scorer, str):
         if scorer not in SCORERS:
             raise ValueError(f"scorer must be one of {sorted(SCORERS)} or a Scorer, got {scorer!r}")
@@ -364,6 +387,12 @@ def _scorer_of(scorer: str | Scorer) -> Scorer:
     if not callable(getattr(scorer, "features", None)):
         raise TypeError(f"scorer must be one of {sorted(SCORERS)} or have features(queries, keys), got {scorer!r}")
     return scorer
+
+
+def check_selector(selector: Selector) -> Selector:
+    if not all(callable(getattr(selector, name, None)) for name in ("keep", "most", "opened")):
+        raise TypeError(f"selector must be SharedBudget(share), TopK(share) or another Selector, got {selector!r}")
+    return selector
 
 
 def _check(q: Tensor, k: Tensor, is_causal: bool, key_padding_mask: Tensor | None, document_ids: Tensor | None) -> None:
