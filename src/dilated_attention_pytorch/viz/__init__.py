@@ -3,6 +3,7 @@
     print(draw_text(layout))
     plot_layout([("window", a), ("documents", b)], "layouts.png")
     plot_weights(weights, "weights.svg", head=3)
+    plot_kept_mass(kept, "kept.png")
 
 Blocks have three states: full (every pair of tokens is allowed, no mask is read), partial (a rule decides inside the
 block; the last key block of a sequence that does not fill it is always partial) and empty (not computed). Where there
@@ -11,8 +12,8 @@ are more blocks than room, a cell stands for a group of them: full or empty if a
 Nothing here needs matplotlib until a figure is drawn: `pip install 'dilated-attention-pytorch[viz]'`.
 """
 
-from .figures import COLOURS, plot_layout, plot_weights
+from .figures import COLOURS, plot_kept_mass, plot_layout, plot_weights
 from .states import State, block_states
 from .text import SYMBOLS, draw_text
 
-__all__ = ["COLOURS", "SYMBOLS", "State", "block_states", "draw_text", "plot_layout", "plot_weights"]
+__all__ = ["COLOURS", "SYMBOLS", "State", "block_states", "draw_text", "plot_kept_mass", "plot_layout", "plot_weights"]
