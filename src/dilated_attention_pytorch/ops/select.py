@@ -229,11 +229,13 @@ def _level(sizes: tuple[int, ...], total: float) -> float:
 
 
 @lru_cache(maxsize=64)
+@torch.inference_mode(False)  # remembered for training too, whatever mode the first call was made in
 def _on_device(counts: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(counts, device=device)
 
 
 @lru_cache(maxsize=64)
+@torch.inference_mode(False)  # remembered for training too, whatever mode the first call was made in
 def _grid(
     lengths: tuple[int, int], blocks: tuple[int, int], is_causal: bool, sink: int, local: int, device: torch.device
 ) -> Grid:
@@ -355,7 +357,7 @@ def select_blocks(
         num_heads=lists,
         batch_size=q.shape[0],
         rules=_rules(is_causal, q.device),
-        documents=NO_DOCUMENTS.to(q.device),
+        documents=q.new_empty(2, 0, dtype=torch.int32),
         checked=True,
     )
 
@@ -375,6 +377,7 @@ def _listed(keep: Tensor, last_full: Tensor, places: int) -> BlockList:
 
 
 @lru_cache(maxsize=64)
+@torch.inference_mode(False)  # remembered for training too, whatever mode the first call was made in
 def _rules(is_causal: bool, device: torch.device) -> Tensor:
     return torch.tensor([[Interval(right=0) if is_causal else EVERYTHING]], dtype=torch.int32, device=device)
 
