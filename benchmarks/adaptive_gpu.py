@@ -7,8 +7,8 @@ selection  Time of `select_blocks` ÷ time of the forward over its layout, 65,53
 adaptive   A whole adaptive call, selection and lists included, against dense causal cuDNN, 131,072 tokens, 10 %:
            forward (target 5 ×) and training step (target 4 ×), and what share of the forward is selection.
 
-bfloat16, batch 1, 16 heads × 128. Contenders of a row take turns. Before a row is timed, rows of its output are compared
-with float64 attention over its layout; a wrong one ends the run with exit status 1. Writes --out
+bfloat16, batch 1, 16 heads × 128. Contenders of a row take turns. Before a row is timed, rows of its output are
+compared with float64 attention over its layout; a wrong one ends the run with exit status 1. Writes --out
 (benchmarks/results/adaptive_gpu.json).
 """
 
@@ -118,11 +118,8 @@ def adaptive(tokens: int = 131072) -> list[dict[str, Any]]:
             "speedup": times["cudnn"] / times["ours"], "selection_share": times["select"] / times["ours"],
         }  # fmt: skip
         rows.append(row)
-        say(
-            "{way}: ours {ours_ms:.2f} ms, cuDNN {cudnn_ms:.2f} ms, {speedup:.2f} ×; selection {selection_share:.1%}".format(
-                **row
-            )
-        )
+        line = "{way}: ours {ours_ms:.2f} ms, cuDNN {cudnn_ms:.2f} ms, {speedup:.2f} ×; selection {selection_share:.1%}"
+        say(line.format(**row))
     return rows
 
 

@@ -83,9 +83,10 @@ def _patches(x: Tensor, size: int) -> Tensor:
 
 
 def _running_mean(patches: Tensor) -> Tensor:
+    """A product and not cumsum, which is not deterministic on a GPU."""
     size = patches.shape[2]
-    count = torch.arange(1, size + 1, dtype=patches.dtype, device=patches.device)
-    return patches.cumsum(2) / count[:, None, None]
+    so_far = torch.ones(size, size, dtype=patches.dtype, device=patches.device).tril()
+    return torch.einsum("ts,bnshd->bnthd", so_far / so_far.sum(1, keepdim=True), patches)
 
 
 def gate_loss(

@@ -41,6 +41,10 @@ SCORERS: Mapping[str, Scorer] = MappingProxyType(
 )
 
 
+# Mass 1 as an integer.
+_ONE = 2**40
+
+
 @dataclass(frozen=True, eq=False)
 class Grid:
     """The blocks of a call that may be kept, and those that must be.
@@ -168,9 +172,9 @@ class CumulativeMass:
 
     def keep(self, masses: Tensor, grid: Grid) -> Tensor:
         order = grid.priority(masses).sort(dim=-1, descending=True, stable=True).indices
-        ordered = masses.gather(-1, order)
+        ordered = (masses.gather(-1, order) * _ONE).long()  # sums of integers are the same in any order
         before = ordered.cumsum(-1) - ordered  # a block is wanted while those before it hold too little
-        wanted = torch.zeros_like(masses, dtype=torch.bool).scatter(-1, order, before < self.mass)
+        wanted = torch.zeros_like(masses, dtype=torch.bool).scatter(-1, order, before < round(self.mass * _ONE))
         return _at_most(self, masses, wanted, grid)
 
 
