@@ -79,9 +79,10 @@ def pattern_of(name: str, density: float, tokens: int) -> Any:
     if name == "sink + local":
         return (LocalBlocks(max(window - 128, 0), block_size=64, causal=True) | GlobalBlocks(1, 64)) & Causal()
     if name == "dilated":
-        branches = (tokens // 8, tokens // 2, tokens), (1, 4, 8)
-        return DilatedBlocks(*branches, density / 2, 64, True) & Causal()
-    return hierarchical([(1, window // 2), (4, tokens)], block_size=64, causal=True) & Causal()
+        branches = (tokens // 8, tokens // 2, tokens), (1, 2, 4)
+        return DilatedBlocks(*branches, window / tokens, 64, True) & Causal()
+    near = round(tokens * (1 - (1 - density / 2) ** 0.5)) - 64  # half of the share near, half far
+    return hierarchical([(1, max(near, 0)), (round(2 / density), tokens)], block_size=64, causal=True) & Causal()
 
 
 def attention_by(row: dict[str, Any], tokens: int, gates: list[BlockGate] | None, shares: list[float]) -> Any:
