@@ -56,7 +56,7 @@ def test_half_of_the_blocks_costs_little_and_no_sink_a_lot(smollm2):
         sparse = models.perplexity(model, ids)
     assert len(kept) == model.config.num_hidden_layers
     assert torch.stack(kept).mean() > 0.9
-    assert sparse < 1.03 * dense
+    assert sparse < 1.06 * dense
     from dilated_attention_pytorch import SlidingWindow
 
     with models.attention_of(model, attend_by(lambda q, k, scale: SlidingWindow(256, 0))):
