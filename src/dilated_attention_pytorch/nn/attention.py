@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from functools import partial
+from math import ceil
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,11 +13,14 @@ from torch import Tensor, nn
 from ..ops import BlockSparseWeights, attention_with_weights, block_sparse_attention
 from ..ops.checks import check_dropout, check_scale
 from ..ops.choose import check_backend
-from ..patterns import Causal, Pattern, SparsePatternConfig
+from ..patterns import Causal, Pattern, SlidingWindow, SparsePatternConfig
 from ..patterns.base import check_flag
-from ..patterns.blocks import check_branches
+from ..patterns.blocks import ceil_div, check_branches
 from ..patterns.config import DEFAULT_DILATION_RATES, DEFAULT_SEGMENT_LENGTHS
 from .pooled import POOL_FIELDS, Pooled, split_pool_options
+
+# Windows that a schedule may open, between none and everything: each is a layout of its own.
+OPENINGS = 32
 
 PATTERN_FIELDS = tuple(field.name for field in dataclasses.fields(SparsePatternConfig))
 
@@ -35,6 +39,7 @@ class BlockSparseAttention(Pooled, nn.Module):
 
     # What the class takes beside the arguments of its signature.
     more_keywords: tuple[str, ...] = POOL_FIELDS
+    reason: str | None = None  # why "auto" took this one
 
     def __init__(
         self,
@@ -56,11 +61,20 @@ class BlockSparseAttention(Pooled, nn.Module):
         self.scale = scale
         self.dropout = one_dropout(dropout, attention_dropout)
         self.backend = check_backend(backend)
+        self.opening = 0.0
 
     def pattern(self, is_causal: bool = False) -> Pattern:
         """The pattern of a call."""
         check_flag("is_causal", is_causal)
         return self._patterns[1 if is_causal else 0]
+
+    def open_pattern(self, is_causal: bool, seq_k: int) -> Pattern:
+        """The pattern, as far as a `SparsitySchedule` has it closed: with a window of a share `opening` of the keys."""
+        pattern = self.pattern(is_causal)
+        if self.opening == 0.0:
+            return pattern
+        window = ceil(self.opening * OPENINGS) * ceil_div(seq_k, OPENINGS)
+        return pattern | SlidingWindow(window, 0 if is_causal else window)
 
     def forward(
         self,
@@ -84,7 +98,7 @@ class BlockSparseAttention(Pooled, nn.Module):
             q,
             k,
             v,
-            self.pattern(is_causal),
+            self.open_pattern(is_causal, k.shape[1]),
             scale=self.scale,
             dropout_p=self.dropout if self.training else 0.0,
             key_padding_mask=key_padding_mask,
@@ -94,7 +108,8 @@ class BlockSparseAttention(Pooled, nn.Module):
         return run() if self._source is None else self.drawing(q.device, run)
 
     def extra_repr(self) -> str:
-        return f"{self.pattern()}, dropout={self.dropout}, backend={self.backend!r}"
+        reason = f", reason={self.reason!r}" if self.reason else ""
+        return f"{self.pattern()}, dropout={self.dropout}, backend={self.backend!r}{reason}"
 
 
 class BlockSparseRingDilatedAttention(BlockSparseAttention):

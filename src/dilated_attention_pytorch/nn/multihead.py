@@ -14,8 +14,10 @@ from ..ops import BlockSparseWeights
 from ..ops.checks import check_masks
 from ..patterns import SparsePatternConfig
 from ..patterns.base import check_flag, check_int
-from .attention import BlockSparseRingDilatedAttention
+from .adaptive import BlockSparseAdaptive
+from .attention import BlockSparseRingDilatedAttention, one_config
 from .dilated import DilatedAttention
+from .pooled import split_pool_options
 
 
 class Multihead(nn.Module):
@@ -205,18 +207,21 @@ class BlockSparseRingMultiheadDilatedAttention(Multihead):
         backend: str = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        **pattern_fields: Any,
+        **options: Any,
     ) -> None:
-        attention = BlockSparseRingDilatedAttention(
-            segment_lengths,
-            dilation_rates,
-            sparse_config,
-            scale=scale,
-            dropout=dropout,
-            attention_dropout=attention_dropout,
-            backend=backend,
-            **pattern_fields,
-        )
+        pool_options, pattern_fields = split_pool_options(options)
+        config = one_config(sparse_config, pattern_fields)
+        inner: dict[str, Any] = {
+            "sparse_config": config,
+            "scale": scale,
+            "dropout": dropout,
+            "attention_dropout": attention_dropout,
+            "backend": backend,
+            **pool_options,
+        }
+        if not config.is_adaptive or segment_lengths is not None or dilation_rates is not None:
+            inner |= {"segment_lengths": segment_lengths, "dilation_rates": dilation_rates}
+        attention = (BlockSparseAdaptive if config.is_adaptive else BlockSparseRingDilatedAttention)(**inner)
         super().__init__(
             attention,
             embed_dim,

@@ -3,15 +3,30 @@
 from .block_sparse import attention_with_weights, block_sparse_attention
 from .choose import Explanation, explain
 from .dilated import dilated_attention
+from .fidelity import kept_mass
 from .merge import merge_attention
+from .scores import Antidiagonal, MeanPooled, MinMaxBound, Moments, SampledRows
+from .select import CumulativeMass, RelativeThreshold, SharedBudget, TopK, block_masses, select_blocks
 from .weights import BlockSparseWeights
 
 __all__ = [
+    "Antidiagonal",
     "BlockSparseWeights",
+    "CumulativeMass",
     "Explanation",
+    "MeanPooled",
+    "MinMaxBound",
+    "Moments",
+    "RelativeThreshold",
+    "SampledRows",
+    "SharedBudget",
+    "TopK",
     "attention_with_weights",
+    "block_masses",
     "block_sparse_attention",
     "dilated_attention",
     "explain",
+    "kept_mass",
     "merge_attention",
+    "select_blocks",
 ]

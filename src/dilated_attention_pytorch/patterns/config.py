@@ -38,6 +38,7 @@ _FIELDS: dict[str, dict[str, Any]] = {
     "local_window": {"local_window_size": 512},
     "global_local": {"local_window_size": 512, "global_tokens": 64},
     "hierarchical": {"levels": HIERARCHICAL_PRESETS["standard"]},
+    "adaptive": {"sparsity_ratio": 0.1},
 }
 
 
@@ -46,8 +47,9 @@ class SparsePatternConfig:
     """Which blocks to keep.
 
     Args:
-        pattern_type: "dilated_sparse", "local_window", "global_local" or "hierarchical".
-        sparsity_ratio: share of blocks KEPT by dilated_sparse, in (0, 1]; 0.1 keeps a tenth.
+        pattern_type: "dilated_sparse", "local_window", "global_local", "hierarchical" or "adaptive" (blocks chosen from
+            the content, for `BlockSparseAdaptive`).
+        sparsity_ratio: share of blocks KEPT by dilated_sparse and adaptive, in (0, 1]; 0.1 keeps a tenth.
         block_size: tokens a block: 16, 32, 64, 128 or 256.
         local_window_size: tokens of the local window of local_window and global_local.
         global_tokens: how many first tokens every query of global_local sees (rounded up to whole blocks).
@@ -83,11 +85,16 @@ class SparsePatternConfig:
             object.__setattr__(self, "levels", check_levels(levels))
         if self.sparsity_ratio is not None:
             check_ratio("sparsity_ratio", self.sparsity_ratio)
-        self.pattern()  # the patterns check the rest
+        if not self.is_adaptive:
+            self.pattern()  # the patterns check the rest
 
     @property
     def uses_segments(self) -> bool:
         return self.pattern_type == "dilated_sparse"
+
+    @property
+    def is_adaptive(self) -> bool:
+        return self.pattern_type == "adaptive"
 
     def pattern(
         self,
@@ -96,6 +103,11 @@ class SparsePatternConfig:
         is_causal: bool = False,
     ) -> Pattern:
         """The pattern that this configuration names; segments matter to dilated_sparse alone."""
+        if self.is_adaptive:
+            raise ValueError(
+                "pattern_type 'adaptive' has no pattern, because blocks are chosen from the content: "
+                "use BlockSparseAdaptive(sparse_config=...) or select_blocks"
+            )
         blocks: Pattern
         field: Any = self  # those that the type reads are never None
         if self.pattern_type == "dilated_sparse":

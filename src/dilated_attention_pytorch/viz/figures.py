@@ -99,6 +99,28 @@ def plot_weights(
     return _saved(figure, path)
 
 
+def plot_kept_mass(
+    kept: Tensor, path: str | PathLike[str] | None = None, *, title: str = "Attention mass kept"
+) -> Figure:
+    """Draw the share of dense attention's mass that a pattern keeps, by layer and head (`kept_mass`, averaged).
+
+    Args:
+        kept: [layers, heads], between 0 and 1.
+        path: where to save the figure; the ending says how, .png or .svg.
+    """
+    if kept.ndim != 2 or not ((kept >= 0) & (kept <= 1)).all():
+        raise ValueError(f"kept must be [layers, heads] with values from 0 to 1, got shape {list(kept.shape)}")
+    layers, heads = kept.shape
+    figure = _new_figure(max(3.5, 0.3 * heads + 2.0), max(2.5, 0.2 * layers + 1.2))
+    axis = figure.subplots()
+    shown = axis.imshow(kept.cpu().numpy(), cmap="viridis", vmin=0, vmax=1, aspect="auto", interpolation="none")
+    axis.set(xlabel="head", ylabel="layer", title=title)
+    axis.set_xticks(range(0, heads, ceil_div(heads, 16)))
+    axis.set_yticks(range(0, layers, ceil_div(layers, 16)))
+    figure.colorbar(shown, ax=axis, label="share of the mass")
+    return _saved(figure, path)
+
+
 def _draw_layout(axis: Axes, title: str, layout: BlockLayout, head: int, sample: int) -> None:
     from matplotlib.colors import ListedColormap
 

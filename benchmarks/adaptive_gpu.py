@@ -1,0 +1,149 @@
+"""Choosing blocks on a GPU: what it costs beside the attention it serves, and what adaptive attention gains over dense.
+
+    PYTHONPATH=src python benchmarks/adaptive_gpu.py [--commit ID]       # a few minutes
+
+selection  Time of `select_blocks` ÷ time of the forward over its layout, 65,536 tokens, causal, 10 % of the blocks, by
+           scorer, selector and block. The target is 0.10.
+adaptive   A whole adaptive call, selection and lists included, against dense causal cuDNN, 131,072 tokens, 10 %:
+           forward (target 5 ×) and training step (target 4 ×), and what share of the forward is selection.
+
+bfloat16, batch 1, 16 heads × 128. Contenders of a row take turns. Before a row is timed, rows of its output are
+compared with float64 attention over its layout; a wrong one ends the run with exit status 1. Writes --out
+(benchmarks/results/adaptive_gpu.json).
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend
+
+from cases import HERE, GateError, Inputs, environment, expected, write_json
+from dilated_attention_pytorch import (
+    Antidiagonal,
+    BlockGate,
+    BlockSparseAdaptive,
+    MeanPooled,
+    SharedBudget,
+    TopK,
+    block_sparse_attention,
+    select_blocks,
+)
+from gpu import _dense, random_inputs, same, say, seconds_of
+
+HEADS, HEAD_DIM, SHARE = 16, 128, 0.1
+EVEN = TopK(SHARE, even=True, across_heads=True)
+
+
+def check(name: str, tensors: list[Tensor], layout: Any, out: Tensor) -> None:
+    """Three query blocks of the first head against float64."""
+    block = layout.block_q
+    which = [0, layout.num_q_blocks // 2, layout.num_q_blocks - 1]
+    at = torch.cat([torch.arange(r * block, (r + 1) * block, device="cuda") for r in which])
+    q, k, v, do = (x[:, :, :1] for x in tensors)  # the lists of the first head are the first lists
+    same(name, out[:, at, :1], expected(Inputs((q, k, v), do), layout, which)["out"])
+
+
+def selection(tokens: int = 65536) -> list[dict[str, Any]]:
+    gate = BlockGate(HEADS, HEAD_DIM, queries=None, keys=None, device="cuda").requires_grad_(False)
+    scorers = {
+        "mean": "mean",
+        "minmax": "minmax",
+        "gate": gate,
+        "patches 32x32": MeanPooled(32, 32),
+        "patches 16x16": MeanPooled(16, 16),
+        "antidiagonal 16": Antidiagonal(16),
+    }
+    calls = [(name, "even", EVEN, (128, 128)) for name in scorers]
+    calls += [("mean", "shared", SharedBudget(SHARE), (128, 128)), ("mean", "same", TopK(SHARE), (128, 128))]
+    calls += [("mean", "even", EVEN, (64, 64)), ("mean", "even", EVEN, (128, 32))]
+    tensors = random_inputs(tokens, HEADS, HEAD_DIM)
+    q, k, v, _ = tensors
+    rows = []
+    for name, spread, selector, block in calls:
+        choose = partial(select_blocks, q, k, scorer=scorers[name], selector=selector, block_size=block, is_causal=True)
+        layout = choose()
+        with torch.no_grad():
+            attend = partial(block_sparse_attention, q, k, v, layout)
+            check(f"{name}, {spread}, {block}", tensors, layout, attend())
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            choose()
+            peak = torch.cuda.max_memory_allocated() - before
+            times = {key: statistics.median(x) for key, x in seconds_of({"select": choose, "attend": attend}).items()}
+        row = {
+            "scorer": name, "spread": spread, "block": list(block), "tokens": tokens, "density": layout.density,
+            "select_ms": times["select"] * 1e3, "attend_ms": times["attend"] * 1e3,
+            "ratio": times["select"] / times["attend"], "select_peak_mb": peak / 1e6,
+        }  # fmt: skip
+        rows.append(row)
+        say(
+            "{scorer}, {spread}, {block}: select {select_ms:.2f} ms, attend {attend_ms:.2f} ms, {ratio:.1%}".format(
+                **row
+            )
+        )
+        del layout, attend
+    return rows
+
+
+def adaptive(tokens: int = 131072) -> list[dict[str, Any]]:
+    tensors = random_inputs(tokens, HEADS, HEAD_DIM)
+    module = BlockSparseAdaptive(SHARE, scorer="mean", block_size=128)
+    turned = [x.transpose(1, 2) for x in tensors]
+    dense = partial(_dense, SDPBackend.CUDNN_ATTENTION, True)
+
+    def forward(run: Any, inputs: list[Tensor]) -> Tensor:
+        with torch.no_grad():
+            return run(*inputs[:3])
+
+    def training(run: Any, inputs: list[Tensor]) -> tuple[Tensor, ...]:
+        leaves = [x.detach().requires_grad_() for x in inputs[:3]]
+        return torch.autograd.grad(run(*leaves), leaves, inputs[3])
+
+    ours = partial(module, is_causal=True)
+    check("adaptive", tensors, module.layout(*tensors[:2], True), forward(ours, tensors))
+    rows = []
+    for way, run in (("forward", forward), ("training", training)):
+        runs = {"ours": partial(run, ours, tensors), "cudnn": partial(run, dense, turned)}
+        runs["select"] = partial(module.layout, *tensors[:2], True)
+        times = {name: statistics.median(x) for name, x in seconds_of(runs).items()}
+        row = {
+            "way": way, "tokens": tokens, "share": SHARE, **{f"{n}_ms": t * 1e3 for n, t in times.items()},
+            "speedup": times["cudnn"] / times["ours"], "selection_share": times["select"] / times["ours"],
+        }  # fmt: skip
+        rows.append(row)
+        line = "{way}: ours {ours_ms:.2f} ms, cuDNN {cudnn_ms:.2f} ms, {speedup:.2f} ×; selection {selection_share:.1%}"
+        say(line.format(**row))
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--commit")
+    parser.add_argument("--out", type=Path, default=HERE / "results" / "adaptive_gpu.json")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("this benchmark needs a CUDA device")
+    machine = {**environment(), "gpu": torch.cuda.get_device_name()}
+    if args.commit:
+        machine["commit"] = args.commit
+    record: dict[str, Any] = {"environment": machine}
+    try:
+        for name, section in (("selection", selection), ("adaptive", adaptive)):
+            torch.manual_seed(0)
+            record[name] = section()
+            write_json(args.out, record)
+    except GateError as error:
+        say(f"wrong answer: {error}")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,75 @@
+"""Teach a gate for every layer of a frozen model which blocks matter, from texts: minutes on a CPU.
+
+    python examples/distill_gate.py train1.txt train2.py … --tokens 2048 --steps 60 --out gates.pt
+
+The true block masses of the dense model are computed once for every text, blockwise; then the gates learn them by their
+Kullback–Leibler divergence. Use other texts than those that you measure on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from dilated_attention_pytorch import BlockGate, Causal, block_masses, block_sparse_attention, gate_loss
+from dilated_attention_pytorch.cli import models
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("texts", nargs="+", type=Path)
+    parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--model")
+    parser.add_argument("--block", type=int, default=16)
+    parser.add_argument("--patch", type=int, nargs=2, default=[4, 4], help="queries and keys of a patch")
+    parser.add_argument("--steps", type=int, default=60, help="passes over a layer's texts, one text a step")
+    parser.add_argument("--rate", type=float, default=3e-3)
+    parser.add_argument("--out", type=Path, default=Path("gates.pt"))
+    args = parser.parse_args()
+    started = time.perf_counter()
+    model, tokenizer = models.load_model(args.model)
+    taught: dict[int, list[tuple[Tensor, Tensor, Tensor]]] = {}
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        masses = block_masses(q, k, block_size=args.block, is_causal=True, scale=scale)
+        taught.setdefault(layer, []).append((q.half(), k.half(), masses.half()))
+        out = block_sparse_attention(q, k, v, Causal(), scale=scale)
+        assert isinstance(out, Tensor)
+        return out
+
+    with models.attention_of(model, attend), torch.no_grad():
+        for text in args.texts:
+            model(models.token_ids(tokenizer, text, args.tokens), use_cache=False, logits_to_keep=1)
+            print(f"{text.name}: masses of {len(taught)} layers, {time.perf_counter() - started:.0f} s", flush=True)
+
+    gates = []
+    for layer, lessons in sorted(taught.items()):
+        q, k, _ = lessons[0]
+        gate = BlockGate(q.shape[2], q.shape[3], k.shape[2], queries=args.patch[0], keys=args.patch[1])
+        optimizer = torch.optim.Adam(gate.parameters(), lr=args.rate)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.steps)
+        losses = []
+        for step in range(args.steps):
+            q, k, masses = (x.float() for x in lessons[step % len(lessons)])
+            loss = gate_loss(gate, q, k, block_size=args.block, is_causal=True, masses=masses)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+            losses.append(loss.item())
+        first, last = (sum(part) / len(part) for part in (losses[: len(lessons)], losses[-len(lessons) :]))
+        print(f"layer {layer}: divergence {first:.3f} → {last:.3f}, {time.perf_counter() - started:.0f} s", flush=True)
+        gates.append(gate.requires_grad_(False))
+    about = {
+        "texts": [text.name for text in args.texts], "tokens": args.tokens, "steps": args.steps, "rate": args.rate,
+        "block": args.block, "patch": args.patch, "seconds": round(time.perf_counter() - started),
+    }  # fmt: skip
+    torch.save({"gates": gates, "about": about}, args.out)
+
+
+if __name__ == "__main__":
+    main()

