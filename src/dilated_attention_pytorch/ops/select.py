@@ -362,6 +362,7 @@ def select_blocks(
         batch_size=q.shape[0],
         rules=_rules(is_causal, q.device),
         documents=q.new_empty(2, 0, dtype=torch.int32),
+        branches=q.new_empty(0, 0, 3, dtype=torch.int32),
         checked=True,
     )
 
