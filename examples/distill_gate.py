@@ -46,7 +46,7 @@ def main() -> None:
             model(models.token_ids(tokenizer, text, args.tokens), use_cache=False, logits_to_keep=1)
             print(f"{text.name}: masses of {len(taught)} layers, {time.perf_counter() - started:.0f} s", flush=True)
 
-    gates = []
+    gates, divergence = [], []
     for layer, lessons in sorted(taught.items()):
         q, k, _ = lessons[0]
         gate = BlockGate(q.shape[2], q.shape[3], k.shape[2], queries=args.patch[0], keys=args.patch[1])
@@ -64,9 +64,11 @@ def main() -> None:
         first, last = (sum(part) / len(part) for part in (losses[: len(lessons)], losses[-len(lessons) :]))
         print(f"layer {layer}: divergence {first:.3f} → {last:.3f}, {time.perf_counter() - started:.0f} s", flush=True)
         gates.append(gate.requires_grad_(False))
+        divergence.append([first, last])
     about = {
         "texts": [text.name for text in args.texts], "tokens": args.tokens, "steps": args.steps, "rate": args.rate,
         "block": args.block, "patch": args.patch, "seconds": round(time.perf_counter() - started),
+        "divergence": divergence,
     }  # fmt: skip
     torch.save({"gates": gates, "about": about}, args.out)
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from collections.abc import Callable, Iterator
 from itertools import product
@@ -120,7 +119,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     gates = torch.load(args.gate, weights_only=False) if args.gate else None
     result = json.loads(args.out.read_text()) if args.out.exists() else {"rows": []}
     result |= {
-        "command": "python " + " ".join(sys.argv),
+        "command": " ".join(["python examples/perplexity.py", *(text.name for text in args.texts), "--tokens …"]),
         "torch": torch.__version__,
         "model": args.model or "SmolLM2-135M-Instruct (Q4_1 file, dequantised to float32)",
     }

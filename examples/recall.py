@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from pathlib import Path
 
@@ -105,7 +104,7 @@ def main() -> None:
     args = parser.parse_args()
     rows = [train(way, args) for way in ("dense", "schedule", "sparse")]
     options = {name: value for name, value in vars(args).items() if name != "out"}
-    record = {"command": "python " + " ".join(sys.argv), "torch": torch.__version__, "options": options, "rows": rows}
+    record = {"command": "python examples/recall.py", "torch": torch.__version__, "options": options, "rows": rows}
     if args.out:
         args.out.write_text(json.dumps(record, indent=1) + "\n")
     print(json.dumps(record))
