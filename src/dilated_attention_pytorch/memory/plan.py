@@ -277,7 +277,7 @@ def _inputs(config: AttentionConfig, shape: Shape, training: bool) -> list[Item]
     items = [
         Item("parameters", "parameters", weights, everywhere),
         Item("input", "tensors", x, everywhere),
-        Item("q, k, v", "tensors", shape.q + 2 * shape.k, (*kept[:2], *last[:2])),
+        Item("q, k, v", "tensors", shape.q + 2 * shape.k, (*kept[:2], *last[:2]) if training else kept[:2]),
         Item("output", "tensors", x, last),
     ]
     if training:
