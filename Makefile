@@ -35,6 +35,7 @@ bench: $(STAMP)
 
 stress: $(STAMP)
 	STRESS_SECONDS=60 STRESS_THREADS=32 STRESS_CALLS=10000 $(BIN)/python -m pytest tests/memory/test_stress.py
+	$(BIN)/python -m pytest -m stress
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis demo_output

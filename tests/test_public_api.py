@@ -12,7 +12,7 @@ import dilated_attention_pytorch as dap
 SOURCE = Path(dap.__file__).parent
 
 # A folder imports only from folders to its left (DESIGN: the way data flows).
-ORDER = ["patterns", "layout", "memory", "kernels", "backends", "ops", "nn", "models"]
+ORDER = ["patterns", "layout", "memory", "kernels", "backends", "ops", "distributed", "nn", "models"]
 READERS = {"viz": {"patterns", "layout"}, "testing": set(ORDER), "cli": {*ORDER, "viz", "testing"}}
 
 

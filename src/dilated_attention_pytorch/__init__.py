@@ -6,6 +6,16 @@
 Importing this package loads torch and nothing else that is heavy.
 """
 
+from .distributed import (
+    Placement,
+    RingError,
+    Traffic,
+    count_traffic,
+    ring_block_sparse_attention,
+    ring_dilated_attention,
+    shard_sequence,
+    unshard_sequence,
+)
 from .layout import AttentionCost, BlockLayout, PersistentPatternCache, set_pattern_cache
 from .memory import (
     AttentionBuffers,
@@ -30,6 +40,8 @@ from .nn import (
     ImprovedDilatedAttentionV2,
     ImprovedMultiheadDilatedAttention,
     MultiheadDilatedAttention,
+    RingDilatedAttentionProduction,
+    RingDilatedAttentionV2,
     SparsitySchedule,
     create_block_sparse_attention,
     gate_loss,
@@ -115,16 +127,22 @@ __all__ = [
     "Pattern",
     "PerHead",
     "PersistentPatternCache",
+    "Placement",
     "RandomBlocks",
     "RelativeThreshold",
+    "RingDilatedAttentionProduction",
+    "RingDilatedAttentionV2",
+    "RingError",
     "SampledRows",
     "SharedBudget",
     "SlidingWindow",
     "SparsePatternConfig",
     "SparsitySchedule",
     "TopK",
+    "Traffic",
     "block_masses",
     "block_sparse_attention",
+    "count_traffic",
     "create_block_sparse_attention",
     "dilated_attention",
     "explain",
@@ -135,6 +153,10 @@ __all__ = [
     "merge_attention",
     "plan_memory",
     "recommend",
+    "ring_block_sparse_attention",
+    "ring_dilated_attention",
     "select_blocks",
     "set_pattern_cache",
+    "shard_sequence",
+    "unshard_sequence",
 ]

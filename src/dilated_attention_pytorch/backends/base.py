@@ -20,8 +20,9 @@ class Extras(NamedTuple):
     Attributes:
         scale: multiplier of the scores.
         key_padding_mask: bool [batch, seq_k], True where the key is padding and nobody sees it.
-        document_ids: int [batch, seq_k], equal where tokens may see each other; queries are the last seq_q of them.
-        dropout_p, seed: share of weights dropped, and int64 [] for `backends.dropout`; seed is None without dropout.
+        document_ids: int [batch, any], equal where tokens may see each other; keys are the first seq_k of them and
+            queries the last seq_q: either all seq_k, or [keys, queries] with seq_k + seq_q of them.
+        dropout_p, seed: share of weights dropped, and int64 for `backends.dropout`; seed is None without dropout.
     """
 
     scale: float
@@ -53,5 +54,5 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def aligned_queries(document_ids: Tensor, seq_q: int) -> Tensor:
-    """The ids of the queries: the last seq_q tokens of the keys."""
+    """The ids of the queries: the last seq_q."""
     return document_ids[:, document_ids.shape[1] - seq_q :]

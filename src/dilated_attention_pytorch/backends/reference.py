@@ -30,8 +30,8 @@ def counted_pairs(layout: BlockLayout, heads: int, extras: Extras) -> Tensor:
     if extras.key_padding_mask is not None:
         allowed = allowed * ~extras.key_padding_mask[:, None, None, :]
     if extras.document_ids is not None:
-        queries = aligned_queries(extras.document_ids, layout.seq_q)
-        allowed = allowed * (queries[:, None, :, None] == extras.document_ids[:, None, None, :])
+        queries, keys = aligned_queries(extras.document_ids, layout.seq_q), extras.document_ids[:, : layout.seq_k]
+        allowed = allowed * (queries[:, None, :, None] == keys[:, None, None, :])
     return allowed
 
 
@@ -40,11 +40,12 @@ def _held_pairs(layout: BlockLayout) -> Tensor:
     key = torch.arange(layout.seq_k, device=layout.device)
     position = torch.arange(layout.seq_q, device=layout.device)[:, None] + (layout.seq_k - layout.seq_q)
     held = torch.zeros((), dtype=torch.int32, device=layout.device)
-    for segment, dilation, offset in (branch.T[..., None, None] for branch in layout.branches.unbind(1)):
-        kept_query, kept_key = (x % segment % dilation == offset for x in (position, key))
-        held = held + (kept_query & kept_key & (position // segment == key // segment))
+    for segment, dilation, offset, query_by, key_by in (b.T[..., None, None] for b in layout.branches.unbind(1)):
+        query_at, key_at = position + query_by, key + key_by
+        kept_query, kept_key = (x % segment % dilation == offset for x in (query_at, key_at))
+        held = held + (kept_query & kept_key & (query_at // segment == key_at // segment) & (query_at >= 0))
     right = layout.rules[0, 0, 1]  # 0 where the layout is causal
-    held = held * ((position >= 0) & (key <= position + right))
+    held = held * (key <= position + right)
     return held if layout.num_heads is not None else held[0]
 
 

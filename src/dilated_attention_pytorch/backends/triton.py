@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..layout import BlockLayout
 from .base import Extras, Request
+from .dropout import as_table
 
 if TYPE_CHECKING:
     from ..kernels.launch import Call
@@ -78,4 +79,6 @@ def _on(device: torch.device) -> AbstractContextManager[Any]:
 def _call(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, extras: Extras) -> Call:
     from ..kernels.launch import Call  # loads triton
 
+    if extras.seed is not None:
+        extras = extras._replace(seed=as_table(extras.seed))
     return Call(q, k, v, layout, *extras)

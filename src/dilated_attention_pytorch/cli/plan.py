@@ -9,6 +9,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from ..distributed import ring_cost
 from ..memory import AttentionConfig, Device, MemoryPlan, max_sequence_length, plan_memory, recommend
 from ..memory.devices import GIB, as_text
 from ..patterns import Full, SparsePatternConfig
@@ -77,6 +78,8 @@ def run(
     longest = max_sequence_length(config, where, world_size=world_size, **options)
     room = f"{as_text(budget)} on {where.name}"
     console.print(f"Longest sequence in {room}, {plan.world_size} device(s): {longest:,} tokens.")
+    if plan.world_size > 1:
+        console.print(_ring(config, tokens, plan), soft_wrap=True)
     advice = {name: value for name, value in options.items() if name != "block_size"}
     sizes = {"heads": config.heads, "heads_kv": config.heads_kv, "head_dim": config.head_dim}
     console.print("\nAdvice for this length:", style="bold")
@@ -90,6 +93,28 @@ def run(
         raise ValueError(
             f"{tokens:,} tokens take {as_text(plan.peak_bytes)} and do not fit {room}; {longest:,} tokens do"
         )
+
+
+def _ring(config: AttentionConfig, tokens: int, plan: MemoryPlan) -> str:
+    """What a layer sends over the ring; time is left to `ring_cost`, which needs rates."""
+    shape = plan.shape
+    cost = ring_cost(
+        config.pattern,
+        tokens,
+        plan.world_size,
+        heads=shape.heads,
+        heads_kv=shape.heads_kv,
+        head_dim=shape.head_dim,
+        batch=shape.batch,
+        itemsize=shape.dtype.itemsize,
+        flops=1.0,
+        bandwidth=1.0,
+        num_ranks=2,
+    )
+    return (
+        f"Ring of {plan.world_size}: a rank receives {as_text(cost.received_bytes)} of keys and values a layer, in "
+        f"{cost.steps} steps; passing all of them around would be {as_text(cost.full_ring_bytes)}."
+    )
 
 
 def _advice(tokens: int, where: Device, **options: Any) -> list[str]:

@@ -129,8 +129,11 @@ def pairs_allowed(
     if PADDING:
         allowed &= tl.load(padding + base + key, mask=key < seq_k, other=1) == 0
     if DOCUMENT_IDS:
-        of_key = tl.load(document_ids + base + key, mask=key < seq_k, other=0)
-        of_query = tl.load(document_ids + base + (seq_k - seq_q) + query, mask=query < seq_q, other=0)
+        # 1: queries are the last of the keys; 2: their ids stand behind those of the keys.
+        num_ids = seq_k + seq_q if DOCUMENT_IDS == 2 else seq_k
+        ids = document_ids + sample.to(tl.int64) * num_ids
+        of_key = tl.load(ids + key, mask=key < seq_k, other=0)
+        of_query = tl.load(ids + (num_ids - seq_q) + query, mask=query < seq_q, other=0)
         allowed &= of_key == of_query
     return allowed
 
@@ -141,10 +144,11 @@ def times_held(query, key, which, branches, num_branches, seq_q, seq_k):
     position = query + (seq_k - seq_q)
     held = (query + key) * 0
     for t in range(num_branches):
-        at = branches + (which * num_branches + t) * 3
+        at = branches + (which * num_branches + t) * 5
         segment, dilation, offset = tl.load(at), tl.load(at + 1), tl.load(at + 2)
-        of_query = tl.where((position >= 0) & (position % segment % dilation == offset), position // segment, -1)
-        of_key = tl.where(key % segment % dilation == offset, key // segment, -2)
+        query_at, key_at = position + tl.load(at + 3), key + tl.load(at + 4)
+        of_query = tl.where((query_at >= 0) & (query_at % segment % dilation == offset), query_at // segment, -1)
+        of_key = tl.where(key_at % segment % dilation == offset, key_at // segment, -2)
         held += (of_query == of_key).to(tl.int32)
     return held
 
@@ -178,7 +182,10 @@ def mix32(x):
 
 @triton.jit
 def kept(seed, stream, query, key, threshold):
-    """`backends.dropout.keep_mask`."""
+    """`backends.dropout.keep_mask`, of a seed in the form of a table."""
+    within = tl.load(seed + 1).to(tl.int32)
+    query += tl.load(seed + 5 + ((query >> tl.load(seed + 2).to(tl.int32)) & within)).to(tl.int32)
+    key += tl.load(seed + 5 + tl.load(seed + 4) + ((key >> tl.load(seed + 3).to(tl.int32)) & within)).to(tl.int32)
     row = mix32(mix32(mix32(tl.load(seed).to(tl.uint32)) ^ stream.to(tl.uint32)) ^ query.to(tl.uint32))
     return mix32(row ^ key.to(tl.uint32)).to(tl.int64) >= threshold
 

@@ -81,7 +81,7 @@ class Call:
             "SINGLE": layout.rules.shape[1] == 1,
             "DOCUMENTS": layout.documents.numel() > 0,
             "PADDING": key_padding_mask is not None,
-            "DOCUMENT_IDS": document_ids is not None,
+            "DOCUMENT_IDS": 0 if document_ids is None else 1 + (document_ids.shape[1] > layout.seq_k),
             "DROPOUT": seed is not None,
             "DILATED": int(layout.dilated) + int(layout.uneven),
             "NATURAL": natural,

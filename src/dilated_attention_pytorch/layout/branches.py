@@ -6,14 +6,15 @@ class by class (`BlockLayout.classes`), and between two such blocks either no pa
 That number stands beside the block: a key that three branches hold is read once and counts three times.
 
 Only where a segment ends inside a block, or a dilation does not divide the number of classes, is a block mixed: its
-pairs are then counted one by one from `branches`, int32 [lists, branches, 3]: segment length, dilation, offset. Any
-number of classes is right; `_cheapest` picks one that leaves little mixed.
+pairs are then counted one by one from `branches`, int32 [lists, branches, 5]: segment length, dilation, offset, and how
+much later queries and keys stand in the whole, if the layout is a part of it. Any number of classes is right;
+`cheapest_blocks` picks one that leaves little mixed.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -26,6 +27,7 @@ from ..patterns.tokens import EVERYTHING, Interval
 from .build import ragged
 from .layout import MAX_SEQUENCE, NO_DOCUMENTS, BlockLayout, check_sizes
 from .lists import BlockList
+from .rules import moved
 
 BLOCK_SIZES = (128, 64)
 MAX_CLASSES = 512
@@ -41,29 +43,32 @@ def layout_of_branches(
     block_size: int | None = None,
     classes: int | None = None,
     device: torch.device | str | None = None,
+    queries: range | None = None,
 ) -> BlockLayout:
     """The blocks of dilated attention for these lengths and query heads.
 
     Args:
         block_size, classes: chosen if they are not given; every choice is exact.
+        queries: build the rows of these neighbours alone, as a layout of its own.
     """
     seq_k = seq_q if seq_k is None else seq_k
     check_int("num_heads", num_heads, least=1)
     if block_size is None or classes is None:
-        block_size, classes = _cheapest(branches, max(seq_q, seq_k), block_size, classes)
+        block_size, classes = cheapest_blocks(branches, max(seq_q, seq_k), block_size, classes)
     check_int("classes", classes, least=1)
     check_sizes(seq_q, seq_k, block_size)
     device = torch.device("cpu" if device is None else device)
     heads = [_clipped(branches.of_head(head, num_heads)) for head in range(num_heads)]
     heads = heads[:1] if len(set(heads)) == 1 else heads
-    queries = _Side(seq_q, block_size, classes, seq_k - seq_q, device)
+    asked = range(seq_q) if queries is None else queries
+    rows = _Side(len(asked), block_size, classes, seq_k - seq_q + asked.start, device)
     keys = _Side(seq_k, block_size, classes, 0, device)
-    lists = {head: _find_blocks(head, queries, keys, is_causal) for head in dict.fromkeys(heads)}
+    lists = {head: _find_blocks(head, rows, keys, is_causal) for head in dict.fromkeys(heads)}
     by_query = BlockList.concat(lists[head] for head in heads)
     interval = EVERYTHING & Interval(right=0) if is_causal else EVERYTHING
-    dense = all(w >= seq_k and r == 1 for w, r, _ in heads[0]) and len(branches) == 1
-    return BlockLayout(
-        seq_q=seq_q,
+    dense = all(w >= seq_k and r == 1 for w, r, _ in heads[0]) and len(branches) == 1 and queries is None
+    layout = BlockLayout(
+        seq_q=len(asked),
         seq_k=seq_k,
         block_q=block_size,
         block_k=block_size,
@@ -73,10 +78,34 @@ def layout_of_branches(
         documents=NO_DOCUMENTS.to(device),
         kind=("causal" if is_causal else "full") if dense else None,
         classes=classes,
-        branches=torch.tensor(heads, dtype=torch.int32, device=device),
+        branches=torch.tensor([[(*b, 0, 0) for b in head] for head in heads], dtype=torch.int32, device=device),
         uneven=bool((by_query.rule_ids == 0).any()),
         checked=True,
     )
+    return layout if queries is None else _moved(layout, asked.start + len(asked) - seq_q, 0)
+
+
+def take_keys(layout: BlockLayout, keys: range) -> BlockLayout:
+    """The part of a layout of branches with these keys alone: neighbours, from a multiple of block · classes on."""
+    lists, old = layout.by_query, layout.num_k_blocks // layout.classes
+    new = ceil_div(ceil_div(len(keys), layout.classes), layout.block_k)
+    row = lists.row_of_entry()
+    place = lists.indices % old - keys.start // (layout.block_k * layout.classes)
+    taken = (place >= 0) & (place < new) & (row < lists.num_rows)
+    column = lists.indices // old * new + place
+    by_query = BlockList.pack(
+        row[taken], column[taken], lists.is_partial(row)[taken], lists.rule_ids[taken], lists.num_rows
+    )
+    uneven = bool((by_query.rule_ids == 0).any())
+    part = replace(layout, seq_k=len(keys), by_query=by_query, kind=None, uneven=uneven, checked=True)
+    return _moved(part, layout.seq_k - len(keys), keys.start)
+
+
+def _moved(layout: BlockLayout, query_by: int, key_by: int) -> BlockLayout:
+    """With rules and branches of the whole in which the queries and keys stand so much later."""
+    steps = layout.branches.new_tensor([0, 0, 0, query_by, key_by])
+    by = torch.tensor([query_by, key_by], device=layout.device)
+    return replace(layout, branches=layout.branches + steps, rules=moved(layout.rules, *by).int(), checked=True)
 
 
 def _clipped(head: tuple[tuple[int, int, int], ...]) -> tuple[tuple[int, int, int], ...]:
@@ -84,8 +113,12 @@ def _clipped(head: tuple[tuple[int, int, int], ...]) -> tuple[tuple[int, int, in
     return tuple((min(w, MAX_SEQUENCE), min(r, MAX_SEQUENCE), offset) for w, r, offset in head)
 
 
-def _cheapest(branches: Branches, seq: int, block_size: int | None, classes: int | None) -> tuple[int, int]:
+def cheapest_blocks(
+    branches: Branches, seq: int, block_size: int | None = None, classes: int | None = None, cut: int | None = None
+) -> tuple[int, int]:
     """Block size and classes with the least work: blocks that are read, by the length of their segments.
+
+    With `cut`, only those of which it is a multiple of block · classes.
 
     A branch costs w / r² pairs a token. A dilation that shares only g of its r with the classes costs (r / g)² times
     that, a segment that is not whole blocks costs the blocks at its ends; small blocks cost a little more each.
@@ -102,11 +135,13 @@ def _cheapest(branches: Branches, seq: int, block_size: int | None, classes: int
             total += w / math.gcd(r, classes) ** 2 * ends
         return total * (1.0 + 8.0 / size)
 
+    sizes = BLOCK_SIZES if cut is None else (*BLOCK_SIZES, 32, 16)
     choices = [
         (cost(size, c), -size, c)
-        for size in (BLOCK_SIZES if block_size is None else (block_size,))
+        for size in (sizes if block_size is None else (block_size,))
         for c in (candidates if classes is None else (classes,))
-        if c == 1 or c == classes or c * size <= seq  # a class fills at least one block
+        if (c == 1 or c == classes or c * size <= seq)  # a class fills at least one block
+        and (cut is None or cut % (c * size) == 0)
     ]
     _, size, classes = min(choices)
     return -size, classes

@@ -32,7 +32,7 @@ from ..patterns import (
 )
 from ..patterns.blocks import MASK32, BlockPattern, ceil_div, mix32
 from ..patterns.tokens import EVERYTHING, UNBOUNDED, Interval
-from .rules import NOTHING, key_bounds
+from .rules import NOTHING, key_bounds, moved, num_tokens
 
 # Candidate blocks handled at a time; bounds the temporary memory of a build.
 CHUNK = 1 << 18
@@ -132,13 +132,31 @@ class Found:
 
 
 def find_blocks(
-    terms: list[Term], intervals: list[Interval], documents: Tensor, lengths: tuple[int, int], blocks: tuple[int, int]
+    terms: list[Term],
+    intervals: list[Interval],
+    documents: Tensor,
+    lengths: tuple[int, int],
+    blocks: tuple[int, int],
+    query_blocks: Tensor | None = None,
 ) -> Iterator[Found]:
-    """The active blocks of a union of terms, a few rows at a time, in order. `documents` says on which device."""
+    """The active blocks of a union of terms, a few rows at a time, in order.
+
+    Args:
+        documents: those of the queries that are asked for; says on which device.
+        query_blocks: the rows that are asked for, ascending; all by default. They are counted as they come.
+    """
     (seq_q, seq_k), (block_q, block_k), device = lengths, blocks, documents.device
-    num_rows, num_columns = ceil_div(seq_q, block_q), ceil_div(seq_k, block_k)
-    spans = [Span.of(term.interval, documents, lengths, blocks) for term in terms]
-    counts = torch.zeros(num_rows, dtype=torch.int64, device=device)
+    num_columns = ceil_div(seq_k, block_k)
+    own_q = seq_q if query_blocks is None else num_tokens(query_blocks, block_q, seq_q)
+    place = torch.arange(ceil_div(own_q, block_q), device=device)
+    asked = place if query_blocks is None else query_blocks
+    query_by = (asked - place) * block_q + (own_q - seq_q)
+    tables = [torch.tensor(term.interval, device=device) for term in terms]
+    spans = [
+        Span.of(moved(table, query_by, torch.zeros_like(query_by)), documents, (own_q, seq_k), blocks)
+        for table in tables
+    ]
+    counts = torch.zeros(len(asked), dtype=torch.int64, device=device)
     for term, span in zip(terms, spans, strict=True):
         for rule in term.rules:
             counts += _width(rule, ceil_div(seq_k, rule.block_size)) * (rule.block_size // block_k)
@@ -149,8 +167,8 @@ def find_blocks(
         for term, span in zip(terms, spans, strict=True):
             rows = torch.arange(start, stop, device=device)
             if term.rules:
-                key = _all_of([_fine_keys(rule, rows, lengths, blocks) for rule in term.rules])
-                row, column = key // num_columns, key % num_columns
+                key = _all_of([_fine_keys(rule, asked[start:stop], lengths, blocks) for rule in term.rules])
+                row, column = start + key // num_columns, key % num_columns
                 inside = (column >= span.first[row]) & (column <= span.last[row])
                 row, column = row[inside], column[inside]
             else:
@@ -194,15 +212,15 @@ class Span:
         return (self.last - self.first + 1).clamp(min=0)
 
     @classmethod
-    def of(cls, interval: Interval, documents: Tensor, lengths: tuple[int, int], blocks: tuple[int, int]) -> Span:
+    def of(cls, interval: Tensor, documents: Tensor, lengths: tuple[int, int], blocks: tuple[int, int]) -> Span:
+        """Of an interval [5], or of one for each row [rows, 5]."""
         (seq_q, seq_k), (block_q, block_k) = lengths, blocks
         head = torch.arange(0, seq_q, block_q, device=documents.device)
         tail = (head + (block_q - 1)).clamp(max=seq_q - 1)
-        last_seeing = tail.clamp(max=interval.query_stop - 1 - (seq_k - seq_q))
-        table = torch.tensor(interval, device=documents.device)
-        head_first, head_last = key_bounds(table, head, seq_q, seq_k, documents)
-        tail_first, _ = key_bounds(table, tail, seq_q, seq_k, documents)
-        _, reach = key_bounds(table, last_seeing.clamp(min=0), seq_q, seq_k, documents)
+        last_seeing = torch.minimum(tail, interval[..., 3] - 1 - (seq_k - seq_q))
+        head_first, head_last = key_bounds(interval, head, seq_q, seq_k, documents)
+        tail_first, _ = key_bounds(interval, tail, seq_q, seq_k, documents)
+        _, reach = key_bounds(interval, last_seeing.clamp(min=0), seq_q, seq_k, documents)
         touched = (last_seeing >= head) & (reach >= head_first)
         filled = last_seeing == tail
         return cls(
@@ -237,13 +255,13 @@ def _all_of(lists: list[Tensor]) -> Tensor:
 
 
 def _fine_keys(rule: BlockPattern, rows: Tensor, lengths: tuple[int, int], blocks: tuple[int, int]) -> Tensor:
-    """The blocks of a rule, as row · columns + column of the layout's own, maybe finer, grid; sorted."""
+    """The blocks of a rule in these rows, as place of the row · columns + column of the layout's own grid; sorted."""
     (seq_q, seq_k), (block_q, block_k) = lengths, blocks
     num_columns, fine = ceil_div(seq_k, block_k), rule.block_size // block_k
     coarse = rows * block_q // rule.block_size + rule.shift(seq_q, seq_k)
     which, column = _key_blocks(rule, coarse, ceil_div(seq_k, rule.block_size))
     column = column[:, None] * fine + torch.arange(fine, device=rows.device)
-    key = rows[which][:, None] * num_columns + column
+    key = which[:, None] * num_columns + column
     return key[column < num_columns]
 
 

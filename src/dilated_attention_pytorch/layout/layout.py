@@ -17,7 +17,7 @@ from ..patterns.blocks import ceil_div, check_block_size
 from ..patterns.tokens import EVERYTHING, UNBOUNDED, Interval
 from . import build, cost
 from .lists import BlockList
-from .rules import NOTHING, document_bounds, key_bounds
+from .rules import NOTHING, document_bounds, key_bounds, moved, num_tokens
 
 # Positions and their sums with `patterns.tokens.UNBOUNDED` stay inside int32.
 MAX_SEQUENCE = 2**30
@@ -30,7 +30,7 @@ NUM_SIZES = 9  # of `flatten`
 T = TypeVar("T")
 
 NO_DOCUMENTS = torch.empty(2, 0, dtype=torch.int32)
-NO_BRANCHES = torch.empty(0, 0, 3, dtype=torch.int32)
+NO_BRANCHES = torch.empty(0, 0, 5, dtype=torch.int32)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -50,7 +50,7 @@ class BlockLayout:
         documents: int32 [2, seq_q], see `layout.rules`; empty without packed documents.
         kind: "full" or "causal" where the layout is that whole pattern, else None.
         classes: blocks take every `classes`-th token: first those of the tokens ≡ 0 modulo it, then ≡ 1, and so on.
-        branches: int32 [lists, branches, 3], see `layout.branches`; empty but for dilated attention. There `rule_ids`
+        branches: int32 [lists, branches, 5], see `layout.branches`; empty but for dilated attention. There `rule_ids`
             says how often every pair of a block counts, 0 where that differs from pair to pair.
         uneven: whether there is such a block.
     """
@@ -90,12 +90,14 @@ class BlockLayout:
         block_size: int | tuple[int, int],
         num_heads: int | None = None,
         device: torch.device | str | None = None,
+        query_blocks: Tensor | None = None,
     ) -> BlockLayout:
         """The blocks that `pattern` touches.
 
         Args:
             block_size: tokens a block, or (block_q, block_k); must divide those that the pattern is written in.
             num_heads: for a per-head pattern, checked against it; a plain pattern gives one list for all heads.
+            query_blocks: int64 [any], ascending: build these rows of blocks alone, what `take` would give of the whole.
         """
         if not isinstance(pattern, Pattern):
             raise TypeError(f"pattern must be a Pattern, got {type(pattern).__name__}")
@@ -120,7 +122,10 @@ class BlockLayout:
             starts = next(iter(packings)).starts
             if starts[-1] != seq_k:
                 raise ValueError(f"the lengths of Documents must add up to seq_k = {seq_k}, got {starts[-1]}")
-            documents = document_bounds(starts, seq_q, seq_k, device)
+            position = torch.arange(seq_k - seq_q, seq_k, dtype=torch.int32, device=device)
+            if query_blocks is not None:
+                position = _tokens(query_blocks, blocks[0], seq_q).int() + (seq_k - seq_q)
+            documents = document_bounds(starts, position)
 
         table: list[list[Interval]] = []
         lists: dict[Pattern, BlockList] = {}
@@ -133,7 +138,7 @@ class BlockLayout:
                     f"a pattern may be a union of at most {build.MAX_INTERVALS} different token rules, got "
                     f"{len(intervals)}: {head}"
                 )
-            found = build.find_blocks(terms, intervals, documents, lengths, blocks)
+            found = build.find_blocks(terms, intervals, documents, lengths, blocks, query_blocks)
             # One rule for all needs no naming.
             named = None if single and len(intervals) == 1 else len(table)
             lists[head] = BlockList.concat(
@@ -148,9 +153,9 @@ class BlockLayout:
         table = [rule + [NOTHING] * (width - len(rule)) for rule in table]
         whole = {EVERYTHING: "full", EVERYTHING & Interval(right=0): "causal"}
         terms = build.terms_of(heads[0])
-        alone = single and len(terms) == 1 and not terms[0].rules
-        return cls(
-            seq_q=seq_q,
+        alone = single and len(terms) == 1 and not terms[0].rules and query_blocks is None
+        layout = cls(
+            seq_q=seq_q if query_blocks is None else num_tokens(query_blocks, blocks[0], seq_q),
             seq_k=seq_k,
             block_q=blocks[0],
             block_k=blocks[1],
@@ -162,6 +167,7 @@ class BlockLayout:
             kind=whole.get(terms[0].interval) if alone else None,
             checked=True,
         )
+        return layout if query_blocks is None else layout._moved(query_blocks, seq_q, None, seq_k)
 
     @classmethod
     def from_block_mask(
@@ -288,7 +294,8 @@ class BlockLayout:
         row = self.by_query.row_of_entry()
         partial = self.by_query.is_partial(row)
         column, num_rows, num_rules = self.by_query.indices, self.by_query.num_rows, len(self.rules)
-        span = build.Span.of(Interval(right=0), self.documents[:, :0], self.lengths, self.blocks)
+        earlier = torch.tensor(Interval(right=0), device=self.device)
+        span = build.Span.of(earlier, self.documents[:, :0], self.lengths, self.blocks)
         query_block = row % self.num_q_blocks
         kept = (row < num_rows) & (column >= span.first[query_block]) & (column <= span.last[query_block])
         crossing = (column < span.first_full[query_block]) | (column > span.last_full[query_block])
@@ -315,6 +322,58 @@ class BlockLayout:
             kind="causal" if self.kind == "full" else None,
             checked=True,
         )
+
+    def take(self, query_blocks: Tensor, key_blocks: Tensor | None = None) -> BlockLayout:
+        """These rows and columns of blocks (int64, ascending; all columns by default) as a layout of their own.
+
+        Blocks are counted as they come, and the token rules are moved with them, so that the same pairs are allowed.
+        """
+        which, row, column, rule = self.entries()
+        kept, row = _places(query_blocks, row)
+        documents, seq_k = self.documents, self.seq_k
+        if documents.numel():
+            documents = documents[:, _tokens(query_blocks, self.block_q, self.seq_q)].contiguous()
+        if key_blocks is not None:
+            found, column = _places(key_blocks, column)
+            kept &= found
+            seq_k = num_tokens(key_blocks, self.block_k, self.seq_k)
+            inside, place = _places(key_blocks, documents // self.block_k)
+            within = torch.where(inside, documents % self.block_k, 0)
+            documents = (place * self.block_k + within).clamp(max=seq_k).int()
+        row, column, rule = (which * len(query_blocks) + row)[kept], column[kept], rule[kept]
+        taken = replace(
+            self,
+            seq_q=num_tokens(query_blocks, self.block_q, self.seq_q),
+            seq_k=seq_k,
+            by_query=BlockList.pack(row, column, rule >= 0, rule, self.num_lists * len(query_blocks)),
+            documents=documents,
+            kind=None,
+            checked=True,
+        )
+        return taken._moved(query_blocks, self.seq_q, key_blocks, self.seq_k)
+
+    def _moved(self, query_blocks: Tensor, seq_q: int, key_blocks: Tensor | None, seq_k: int) -> BlockLayout:
+        """With rules that speak of the blocks as they are counted now, not of the whole of these lengths."""
+        ahead = (self.seq_q - seq_q) - (self.seq_k - seq_k)
+        query_by = (query_blocks - torch.arange(self.num_q_blocks, device=self.device)) * self.block_q + ahead
+        counted = torch.arange(self.num_k_blocks, device=self.device)
+        key_by = ((counted if key_blocks is None else key_blocks) - counted) * self.block_k
+        which, row, column, rule = self.entries()
+        partial = rule >= 0
+        if not partial.any():
+            return replace(self, rules=self.rules[:1], by_query=self.by_query.unnamed(), checked=True)
+        # A rule for every different (old rule, step of the query block, step of the key block).
+        query_steps, query_step = torch.unique(query_by, return_inverse=True)
+        key_steps, key_step = torch.unique(key_by, return_inverse=True)
+        used = (rule.long() * len(query_steps) + query_step[row]) * len(key_steps) + key_step[column]
+        used, named = torch.unique(used.masked_fill(~partial, int(used[partial][0])), return_inverse=True)
+        of_key, used = used % len(key_steps), used // len(key_steps)
+        of_query, old = used % len(query_steps), used // len(query_steps)
+        rules = moved(self.rules[old], query_steps[of_query][:, None], key_steps[of_key][:, None]).int()
+        row = which * self.num_q_blocks + row
+        names = named if len(rules) > 1 else None
+        by_query = BlockList.pack(row, column, partial, names, self.by_query.num_rows)
+        return replace(self, rules=rules, by_query=by_query, checked=True)
 
     @property
     def lengths(self) -> tuple[int, int]:
@@ -357,10 +416,11 @@ class BlockLayout:
         """int32 [entries, block_q, block_k]: how many branches of list `which` hold a pair, whatever the rules say."""
         position, key = self.queries_of(query_block) + (self.seq_k - self.seq_q), self.keys_of(key_block)
         held = torch.zeros((), dtype=torch.int32, device=self.device)
-        for segment, dilation, offset in (branch.T[..., None] for branch in self.branches[which].unbind(1)):
-            kept_query = (position >= 0) & (position % segment % dilation == offset)
-            of_query = torch.where(kept_query, position // segment, -1)
-            of_key = torch.where(key % segment % dilation == offset, key // segment, -2)
+        for segment, dilation, offset, query_by, key_by in (b.T[..., None] for b in self.branches[which].unbind(1)):
+            query_at, key_at = position + query_by, key + key_by
+            kept_query = (query_at >= 0) & (query_at % segment % dilation == offset)
+            of_query = torch.where(kept_query, query_at // segment, -1)
+            of_key = torch.where(key_at % segment % dilation == offset, key_at // segment, -2)
             held = held + (of_query[:, :, None] == of_key[:, None])
         return held
 
@@ -506,6 +566,18 @@ class BlockLayout:
             f"{dilated}, "
             f"device={str(self.device)!r})"
         )
+
+
+def _places(chosen: Tensor, number: Tensor) -> tuple[Tensor, Tensor]:
+    """Which of these numbers stand in the ascending list, and where (or where they would)."""
+    place = torch.searchsorted(chosen, number.long())
+    return torch.isin(number, chosen), place
+
+
+def _tokens(blocks: Tensor, block: int, seq: int) -> Tensor:
+    """The tokens of these blocks, in order."""
+    tokens = (blocks[:, None] * block + torch.arange(block, device=blocks.device)).flatten()
+    return tokens[: num_tokens(blocks, block, seq)]
 
 
 def _block_pair(block_size: int | Sequence[int]) -> tuple[int, int]:

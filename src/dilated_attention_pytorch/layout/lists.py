@@ -59,6 +59,10 @@ class BlockList:
         used = int(self.offsets[-1])
         return BlockList(self.offsets, self.splits, self.indices[:used].clone(), self.rule_ids[:used].clone())
 
+    def unnamed(self) -> BlockList:
+        """The same where all partial blocks share rule 0."""
+        return BlockList(self.offsets, self.splits, self.indices, self.rule_ids[:0].clone())
+
     def work(self, num_lists: int) -> Tensor:
         """int32 [rows, 4]: (row of its list, first entry, first partial entry, end) of each row, the longest of a list
         first: who takes them in this order has no long row left at the end."""

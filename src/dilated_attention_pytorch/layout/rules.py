@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..patterns.tokens import Interval
+from ..patterns.tokens import UNBOUNDED, Interval
 
 # Unused places of the table: no query is below 0 − UNBOUNDED, so nothing is seen.
 NOTHING = Interval(query_stop=-(2**30))
@@ -34,12 +34,25 @@ def key_bounds(interval: Tensor, query: Tensor, seq_q: int, seq_k: int, document
     return first, last
 
 
-def document_bounds(starts: tuple[int, ...], seq_q: int, seq_k: int, device: torch.device) -> Tensor:
-    """`documents` for documents that start at `starts`; queries before the first key belong to none."""
-    edges = torch.tensor(starts, dtype=torch.int32, device=device)
-    position = torch.arange(seq_k - seq_q, seq_k, dtype=torch.int32, device=device)
+def document_bounds(starts: tuple[int, ...], position: Tensor) -> Tensor:
+    """`documents` for documents that start at `starts` and queries at these positions; before the first key: none."""
+    edges = torch.tensor(starts, dtype=torch.int32, device=position.device)
     document = torch.searchsorted(edges, position, right=True)
     outside = position < 0
     start = edges[(document - 1).clamp(min=0)].masked_fill(outside, 0)
     stop = edges[document].masked_fill(outside, 0)
     return torch.stack((start, stop))
+
+
+def moved(interval: Tensor, query_by: Tensor, key_by: Tensor) -> Tensor:
+    """The same intervals [..., 5] where positions of queries are counted from `query_by` on, keys from `key_by` on."""
+    query_by, key_by = torch.broadcast_tensors(query_by, key_by)
+    steps = torch.stack((key_by - query_by, query_by - key_by, -key_by, -query_by), dim=-1)
+    bounds, same_document = interval[..., :4], interval[..., 4:]
+    new = torch.where(bounds == UNBOUNDED, UNBOUNDED, (bounds + steps).clamp(-UNBOUNDED, UNBOUNDED))
+    return torch.cat((new, same_document.expand(*new.shape[:-1], 1)), dim=-1)
+
+
+def num_tokens(blocks: Tensor, block: int, seq: int) -> int:
+    """Tokens of these blocks, ascending, of a sequence: all are whole but maybe its last."""
+    return 0 if not len(blocks) else len(blocks) * block - max(0, (int(blocks[-1]) + 1) * block - seq)

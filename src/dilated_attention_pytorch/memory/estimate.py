@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 
 from ..layout import BlockLayout
-from ..layout.branches import _cheapest
+from ..layout.branches import cheapest_blocks
 from ..layout.build import CHUNK, Term, documents_of, terms_of
 from ..patterns import Branches, Pattern, PerHead
 from ..patterns.blocks import BlockPattern, ceil_div, mix32
@@ -156,7 +156,7 @@ def _of_layout(layout: BlockLayout) -> ListSize:
 
 def lists_of_branches(branches: Branches, seq_len: int, heads: int, is_causal: bool) -> ListSize:
     """Of dilated attention, branch by branch: a block that several branches hold is counted for each, a bound."""
-    block, classes = _cheapest(branches, seq_len, None, None)
+    block, classes = cheapest_blocks(branches, seq_len, None, None)
     per_class = ceil_div(ceil_div(seq_len, classes), block)
     num_lists = heads if len({branches.of_head(head, heads) for head in range(heads)}) > 1 else 1
     per_row, widest = 0.0, 0

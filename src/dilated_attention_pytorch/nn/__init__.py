@@ -10,7 +10,13 @@ from .attention import (
     BlockSparseRingDilatedAttention,
     BlockSparseRingDilatedAttentionV2,
 )
-from .dilated import DilatedAttention, ImprovedDilatedAttention, ImprovedDilatedAttentionV2
+from .dilated import (
+    DilatedAttention,
+    ImprovedDilatedAttention,
+    ImprovedDilatedAttentionV2,
+    RingDilatedAttentionProduction,
+    RingDilatedAttentionV2,
+)
 from .factory import create_block_sparse_attention
 from .gate import BlockGate, gate_loss
 from .multihead import (
@@ -38,6 +44,8 @@ __all__ = [
     "ImprovedMultiheadDilatedAttention",
     "Multihead",
     "MultiheadDilatedAttention",
+    "RingDilatedAttentionProduction",
+    "RingDilatedAttentionV2",
     "SparsitySchedule",
     "create_block_sparse_attention",
     "gate_loss",

@@ -10,6 +10,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..distributed import Placement, ring_block_sparse_attention
+from ..distributed.exchange import Group
 from ..ops import BlockSparseWeights, attention_with_weights, block_sparse_attention
 from ..ops.checks import check_dropout, check_scale
 from ..ops.choose import check_backend
@@ -18,6 +20,7 @@ from ..patterns.base import check_flag
 from ..patterns.blocks import ceil_div, check_branches
 from ..patterns.config import DEFAULT_DILATION_RATES, DEFAULT_SEGMENT_LENGTHS
 from .pooled import POOL_FIELDS, Pooled, split_pool_options
+from .ringed import Ringed
 
 # Windows that a schedule may open, between none and everything: each is a layout of its own.
 OPENINGS = 32
@@ -25,7 +28,7 @@ OPENINGS = 32
 PATTERN_FIELDS = tuple(field.name for field in dataclasses.fields(SparsePatternConfig))
 
 
-class BlockSparseAttention(Pooled, nn.Module):
+class BlockSparseAttention(Ringed, Pooled, nn.Module):
     """Exact attention over the pairs that a pattern allows (union: one softmax a row, a key counts once).
 
     Args:
@@ -33,6 +36,8 @@ class BlockSparseAttention(Pooled, nn.Module):
         scale: multiplier of the scores, head_dim ** -0.5 by default.
         dropout, attention_dropout: two names of the share of weights dropped in training.
         backend: see `block_sparse_attention`.
+        ring_group: ranks that the sequence is spread over, a process group or a DeviceMesh of one dimension: `forward`
+            then takes this rank's shards, see `ring_block_sparse_attention`.
         pool options: enable_memory_pool, lightweight_pool, enable_buffer_manager, enable_buffer_reuse; see
             `Pooled.set_buffers`. All off by default.
     """
@@ -49,10 +54,12 @@ class BlockSparseAttention(Pooled, nn.Module):
         dropout: float | None = None,
         attention_dropout: float | None = None,
         backend: str = "auto",
+        ring_group: Group | None = None,
         **pool_options: Any,
     ) -> None:
         super().__init__()
         self.set_buffers(**pool_options)
+        self.set_ring(ring_group)
         if not isinstance(pattern, Pattern):
             raise TypeError(f"pattern must be a Pattern, got {type(pattern).__name__}")
         # Both made here, not in forward: torch.compile takes a pattern that exists as a constant.
@@ -86,13 +93,17 @@ class BlockSparseAttention(Pooled, nn.Module):
         *,
         key_padding_mask: Tensor | None = None,
         document_ids: Tensor | None = None,
+        placement: Placement | None = None,
     ) -> Tensor | tuple[Tensor, BlockSparseWeights]:
         """Tensors are (batch, seq, heads, head_dim); masks as in `block_sparse_attention`.
 
         With `return_attention_weights` also the weights before dropout, by active block, never the dense matrix.
+        Over a ring all tensors are this rank's shards, and `placement` says of which tokens.
         """
         check_flag("return_attention_weights", return_attention_weights)
+        ring = self.ring_options(placement, return_attention_weights)
         attend: Any = attention_with_weights if return_attention_weights else block_sparse_attention
+        attend = ring_block_sparse_attention if ring else attend
         run = partial(
             attend,
             q,
@@ -104,6 +115,7 @@ class BlockSparseAttention(Pooled, nn.Module):
             key_padding_mask=key_padding_mask,
             document_ids=document_ids,
             backend=self.backend,
+            **ring,
         )
         return run() if self._source is None else self.drawing(q.device, run)
 
@@ -133,6 +145,7 @@ class BlockSparseRingDilatedAttention(BlockSparseAttention):
         dropout: float | None = None,
         attention_dropout: float | None = None,
         backend: str = "auto",
+        ring_group: Group | None = None,
         **options: Any,
     ) -> None:
         pool_options, pattern_fields = split_pool_options(options)
@@ -156,6 +169,7 @@ class BlockSparseRingDilatedAttention(BlockSparseAttention):
             dropout=dropout,
             attention_dropout=attention_dropout,
             backend=backend,
+            ring_group=ring_group,
             **pool_options,
         )
         self.sparse_config = config
@@ -183,6 +197,7 @@ class BlockSparseHierarchical(BlockSparseRingDilatedAttention):
         dropout: float | None = None,
         attention_dropout: float | None = None,
         backend: str = "auto",
+        ring_group: Group | None = None,
         **pool_options: Any,
     ) -> None:
         unknown = sorted(set(pool_options) - set(POOL_FIELDS))
@@ -194,6 +209,7 @@ class BlockSparseHierarchical(BlockSparseRingDilatedAttention):
             dropout=dropout,
             attention_dropout=attention_dropout,
             backend=backend,
+            ring_group=ring_group,
             **pool_options,
         )
 

@@ -9,6 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..backends.base import Extras
+from ..distributed import Placement, ring_dilated_attention
+from ..distributed.exchange import Group
 from ..layout.branches import layout_of_branches
 from ..ops import BlockSparseWeights, dilated_attention
 from ..ops.checks import DEFAULT_BLOCK_SIZE, check_scale
@@ -19,15 +21,18 @@ from ..patterns.base import check_flag
 from ..patterns.config import DEFAULT_DILATION_RATES, DEFAULT_SEGMENT_LENGTHS
 from .attention import one_dropout
 from .pooled import POOL_FIELDS, Pooled
+from .ringed import Ringed
 
 
-class DilatedAttention(Pooled, nn.Module):
+class DilatedAttention(Ringed, Pooled, nn.Module):
     """Exact dilated attention (branch merge: one softmax a row, a key counts once for each branch that holds it).
 
     Args:
         segment_lengths, dilation_rates: the branches, [2048, 4096, 8192] and [1, 2, 4] by default; both or neither.
         head_offsets, detach_branch_weights, scale, backend: see `dilated_attention`.
         dropout, attention_dropout: two names of the share of weights dropped in training.
+        ring_group: ranks that the sequence is spread over, a process group or a DeviceMesh of one dimension: `forward`
+            then takes this rank's shards, see `ring_dilated_attention`.
         pool options: enable_memory_pool, lightweight_pool, enable_buffer_manager, enable_buffer_reuse; see
             `Pooled.set_buffers`. All off by default.
     """
@@ -45,10 +50,12 @@ class DilatedAttention(Pooled, nn.Module):
         dropout: float | None = None,
         attention_dropout: float | None = None,
         backend: str = "auto",
+        ring_group: Group | None = None,
         **pool_options: Any,
     ) -> None:
         super().__init__()
         self.set_buffers(**pool_options)
+        self.set_ring(ring_group)
         if (segment_lengths is None) != (dilation_rates is None):
             raise ValueError(
                 "segment_lengths and dilation_rates must be given together or not at all, "
@@ -81,15 +88,18 @@ class DilatedAttention(Pooled, nn.Module):
         return_attention_weights: bool = False,
         *,
         key_padding_mask: Tensor | None = None,
+        placement: Placement | None = None,
     ) -> Tensor | tuple[Tensor, BlockSparseWeights]:
         """Tensors are (batch, seq, heads, head_dim); the mask as in `dilated_attention`.
 
         With `return_attention_weights` also the weights before dropout, by block of neighbouring tokens: those of
-        dilated branches are spread thin, so for sequences to look at.
+        dilated branches are spread thin, so for sequences to look at. Over a ring all tensors are this rank's shards,
+        and `placement` says of which tokens.
         """
         check_flag("return_attention_weights", return_attention_weights)
+        ring = self.ring_options(placement, return_attention_weights)
         run = partial(
-            dilated_attention,
+            ring_dilated_attention if ring else dilated_attention,
             q,
             k,
             v,
@@ -103,6 +113,7 @@ class DilatedAttention(Pooled, nn.Module):
             detach_branch_weights=self.detach_branch_weights,
             return_lse=return_attention_weights,
             backend=self.backend,
+            **ring,
         )
         result = run() if self._source is None else self.drawing(q.device, run)
         if isinstance(result, Tensor):
@@ -123,3 +134,5 @@ class DilatedAttention(Pooled, nn.Module):
 
 ImprovedDilatedAttention = DilatedAttention
 ImprovedDilatedAttentionV2 = DilatedAttention
+RingDilatedAttentionProduction = DilatedAttention
+RingDilatedAttentionV2 = DilatedAttention

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from ..distributed import Placement
+from ..distributed.exchange import Group
 from ..ops import BlockSparseWeights
 from ..ops.checks import check_masks
 from ..patterns import SparsePatternConfig
@@ -109,10 +111,13 @@ class Multihead(nn.Module):
         *,
         key_padding_mask: Tensor | None = None,
         need_weights: bool = False,
+        placement: Placement | None = None,
     ) -> Tensor | tuple[Tensor, BlockSparseWeights]:
-        """Attend. The mask is (batch, seq_k), True where a key is padding, whatever `batch_first` says."""
+        """Attend. The mask is (batch, seq_k), True where a key is padding, whatever `batch_first` says. Over a ring all
+        tensors are this rank's shards, and `placement` says of which tokens."""
         with_weights = either(return_attention_weights, need_weights)
-        return self._attend(query, key, value, is_causal, with_weights, key_padding_mask=key_padding_mask)
+        options = {"key_padding_mask": key_padding_mask, "placement": placement}
+        return self._attend(query, key, value, is_causal, with_weights, **options)
 
     def project_in(self, query: Tensor, key: Tensor, value: Tensor) -> Sequence[Tensor]:
         """q, k, v as (batch, seq, heads, head_dim), of inputs that are (batch, seq, features)."""
@@ -139,14 +144,14 @@ class Multihead(nn.Module):
         return self.q_proj_weight, self.k_proj_weight, self.v_proj_weight
 
     def _attend(
-        self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, with_weights: bool, **masks: Tensor | None
+        self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, with_weights: bool, **options: Any
     ) -> Any:
         check_flag("is_causal", is_causal)
         self._check(query, key, value)
         if not self.batch_first:
             query, key, value = (x.transpose(0, 1) for x in (query, key, value))
-        check_masks(query, key, masks.get("key_padding_mask"), masks.get("document_ids"))
-        result = self.attention(*self.project_in(query, key, value), is_causal, with_weights, **masks)
+        check_masks(query, key, options.get("key_padding_mask"), options.get("document_ids"))
+        result = self.attention(*self.project_in(query, key, value), is_causal, with_weights, **options)
         out = self.project_out(result[0] if with_weights else result)
         out = out if self.batch_first else out.transpose(0, 1)
         return (out, result[1]) if with_weights else out
@@ -178,8 +183,8 @@ class BlockSparseRingMultiheadDilatedAttention(Multihead):
 
     Args:
         embed_dim, num_heads: as in `nn.MultiheadAttention`.
-        segment_lengths, dilation_rates, sparse_config, pattern fields, scale, dropout, attention_dropout, backend:
-            as in `BlockSparseRingDilatedAttention`.
+        segment_lengths, dilation_rates, sparse_config, pattern fields, scale, dropout, attention_dropout, backend,
+            ring_group: as in `BlockSparseRingDilatedAttention`.
         num_kv_heads: key and value heads, fewer than `num_heads` for grouped queries; `num_heads` by default.
         bias: whether the projections have biases.
         kdim, vdim: features of key and value, `embed_dim` by default.
@@ -205,6 +210,7 @@ class BlockSparseRingMultiheadDilatedAttention(Multihead):
         dropout: float | None = None,
         attention_dropout: float | None = None,
         backend: str = "auto",
+        ring_group: Group | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         **options: Any,
@@ -221,6 +227,8 @@ class BlockSparseRingMultiheadDilatedAttention(Multihead):
         }
         if not config.is_adaptive or segment_lengths is not None or dilation_rates is not None:
             inner |= {"segment_lengths": segment_lengths, "dilation_rates": dilation_rates}
+        if ring_group is not None:
+            inner["ring_group"] = ring_group
         attention = (BlockSparseAdaptive if config.is_adaptive else BlockSparseRingDilatedAttention)(**inner)
         super().__init__(
             attention,
@@ -246,11 +254,15 @@ class BlockSparseRingMultiheadDilatedAttention(Multihead):
         key_padding_mask: Tensor | None = None,
         document_ids: Tensor | None = None,
         need_weights: bool = False,
+        placement: Placement | None = None,
     ) -> Tensor | tuple[Tensor, BlockSparseWeights]:
-        """Attend. Masks are (batch, seq_k) as in `block_sparse_attention`, whatever `batch_first` says."""
+        """Attend. Masks are (batch, seq_k) as in `block_sparse_attention`, whatever `batch_first` says. Over a ring all
+        tensors are this rank's shards, and `placement` says of which tokens."""
         with_weights = either(return_attention_weights, need_weights)
-        masks = {"key_padding_mask": key_padding_mask, "document_ids": document_ids}
-        return self._attend(query, key, value, is_causal, with_weights, **masks)
+        options: dict[str, Any] = {"key_padding_mask": key_padding_mask, "document_ids": document_ids}
+        if placement is not None:
+            options["placement"] = placement
+        return self._attend(query, key, value, is_causal, with_weights, **options)
 
 
 class MultiheadDilatedAttention(Multihead):
@@ -258,8 +270,8 @@ class MultiheadDilatedAttention(Multihead):
 
     Args:
         embed_dim, num_heads: as in `nn.MultiheadAttention`.
-        segment_lengths, dilation_rates, head_offsets, detach_branch_weights, scale, dropout, attention_dropout, backend
-            and the options of the memory pool: as in `DilatedAttention`.
+        segment_lengths, dilation_rates, head_offsets, detach_branch_weights, scale, dropout, attention_dropout,
+            backend, ring_group and the options of the memory pool: as in `DilatedAttention`.
         num_kv_heads, bias, kdim, vdim, batch_first: as in `BlockSparseRingMultiheadDilatedAttention`.
         layer_norm, layer_norm_eps: MAGNETO's layer norm before the output projection; off by default.
         gamma_init: start as MAGNETO does, values and output scaled by this; see `magneto_gammas`. By default the
@@ -289,6 +301,7 @@ class MultiheadDilatedAttention(Multihead):
         dropout: float | None = None,
         attention_dropout: float | None = None,
         backend: str = "auto",
+        ring_group: Group | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         **pool_options: Any,
@@ -302,6 +315,7 @@ class MultiheadDilatedAttention(Multihead):
             dropout=dropout,
             attention_dropout=attention_dropout,
             backend=backend,
+            ring_group=ring_group,
             **pool_options,
         )
         super().__init__(

@@ -85,7 +85,7 @@ def attend(
         extras = extras._replace(seed=torch.randint(2**31, (), device=q.device))
     if hasattr(chosen, "attention"):  # differentiable as it is
         if parts:
-            return _with_constant_shares([chosen.attention(q, k, v, part, extras) for part in parts])
+            return with_constant_shares([chosen.attention(q, k, v, part, extras) for part in parts])
         return chosen.attention(q, k, v, layout, extras)
     _refuse_forward_mode(q, k, v)
     ordered = getattr(chosen, "ordered", False)
@@ -110,7 +110,7 @@ def attend(
     )
 
 
-def _with_constant_shares(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+def with_constant_shares(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """Parts of a row's keys mixed by their denominators, which get no gradient; lse gets its own."""
     lse = torch.logsumexp(torch.stack([lse for _, lse in parts]), dim=0)
     shares = [torch.exp(part_lse - torch.where(lse == -torch.inf, 0.0, lse)).detach() for _, part_lse in parts]

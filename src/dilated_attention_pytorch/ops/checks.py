@@ -88,11 +88,9 @@ def refuse_branches(layout_or_pattern: object) -> None:
         )
 
 
-def resolve_layout(
-    q: Tensor, k: Tensor, layout_or_pattern: BlockLayout | Pattern | Branches, is_causal: bool
-) -> BlockLayout:
-    """The layout of a call, `is_causal` included."""
-    seq_q, seq_k, heads, heads_kv = q.shape[1], k.shape[1], q.shape[2], k.shape[2]
+def check_lists(q: Tensor, k: Tensor, layout_or_pattern: BlockLayout | Pattern | Branches) -> None:
+    """A layout or pattern for the heads and samples of these tensors, of whatever length."""
+    heads, heads_kv = q.shape[2], k.shape[2]
     if isinstance(layout_or_pattern, SparsePatternConfig):
         raise TypeError(
             "layout_or_pattern must be a BlockLayout or a Pattern, got a SparsePatternConfig: pass config.pattern(...)"
@@ -103,18 +101,10 @@ def resolve_layout(
                 f"layout_or_pattern must have a pattern for each of {heads} heads of q or {heads_kv} of k, "
                 f"got {len(layout_or_pattern.patterns)}"
             )
-        if torch.compiler.is_compiling():
-            # Plain ints: a graph for each pattern and each pair of lengths.
-            number, seq_q, seq_k = (operator.index(n) for n in (layout_or_pattern.number, seq_q, seq_k))
-            return BlockLayout.unflatten(*_as_constants(number, is_causal, seq_q, seq_k, heads, q.device))
-        return _remembered(layout_or_pattern, is_causal, seq_q, seq_k, heads, q.device)
+        return
     if not isinstance(layout_or_pattern, BlockLayout):
         raise TypeError(f"layout_or_pattern must be a BlockLayout or a Pattern, got {type(layout_or_pattern).__name__}")
     layout = layout_or_pattern
-    if layout.lengths != (seq_q, seq_k):
-        raise ValueError(
-            f"layout_or_pattern is a layout for lengths {layout.lengths}, but q and k have {(seq_q, seq_k)} tokens"
-        )
     if layout.num_heads not in (None, 1, heads, heads_kv):
         raise ValueError(
             f"layout_or_pattern must have lists for all heads together, {heads} heads of q or {heads_kv} of k, "
@@ -124,6 +114,26 @@ def resolve_layout(
         raise ValueError(f"layout_or_pattern must have lists for {q.shape[0]} samples, got {layout.batch_size}")
     if layout.device != q.device:
         raise ValueError(f"layout_or_pattern must be on the device of q, {q.device}, got {layout.device}")
+
+
+def resolve_layout(
+    q: Tensor, k: Tensor, layout_or_pattern: BlockLayout | Pattern | Branches, is_causal: bool
+) -> BlockLayout:
+    """The layout of a call, `is_causal` included."""
+    check_lists(q, k, layout_or_pattern)
+    seq_q, seq_k, heads = q.shape[1], k.shape[1], q.shape[2]
+    if isinstance(layout_or_pattern, Pattern | Branches):
+        if torch.compiler.is_compiling():
+            # Plain ints: a graph for each pattern and each pair of lengths.
+            sizes = layout_or_pattern.number, seq_q, seq_k, heads
+            number, seq_q, seq_k, heads = (operator.index(n) for n in sizes)
+            return BlockLayout.unflatten(*_as_constants(number, is_causal, seq_q, seq_k, heads, q.device))
+        return _remembered(layout_or_pattern, is_causal, seq_q, seq_k, heads, q.device)
+    layout = layout_or_pattern
+    if layout.lengths != (seq_q, seq_k):
+        raise ValueError(
+            f"layout_or_pattern is a layout for lengths {layout.lengths}, but q and k have {(seq_q, seq_k)} tokens"
+        )
     return layout.causal if is_causal else layout
 
 

@@ -245,7 +245,8 @@ def _grid(
 ) -> Grid:
     """Made on the host, once for these lengths: its counts are ints, and a device need not be waited for."""
     (seq_q, seq_k), (block_q, block_k) = lengths, blocks
-    span = Span.of(Interval(right=0) if is_causal else EVERYTHING, NO_DOCUMENTS, lengths, blocks)
+    interval = torch.tensor(Interval(right=0) if is_causal else EVERYTHING)
+    span = Span.of(interval, NO_DOCUMENTS, lengths, blocks)
     column = torch.arange(-(-seq_k // block_k))
     visible = (column >= span.first[:, None]) & (column <= span.last[:, None])
     head = torch.arange(0, seq_q, block_q)

@@ -1,0 +1,296 @@
+"""The ring benchmark: what rings of 1 to 8 processes send, hold and take, and what the cost model says beyond them.
+
+    python benchmarks/ring.py             # all of it; processes share the machine's cores, so alone on the machine
+    python benchmarks/ring.py --quick     # tiny sizes, to see that it works
+    python benchmarks/ring.py --model     # the cost model alone, into the record that is there
+
+rings    For each pattern and number of ranks, forward and backward over gloo on one machine, float32, 8 heads × 64:
+         bytes that the ranks sent, beside the least that the pattern allows (a count from the block mask of the whole),
+         beside what passing everything around the ring and what gathering everything would send; peak memory of a rank
+         above its own shards; seconds, of the slowest rank. A ring whose result differs from one process ends the run.
+model    Seconds of one layer for 2 to 1,024 devices, 1M to 1B tokens, by `ring_cost`; the rates are assumptions, and
+         stand in the record.
+
+Writes benchmarks/results/ring.json (ring-quick.json) and a plot beside it. The last line on stdout is the summary.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from cases import HERE, environment
+from dilated_attention_pytorch import (
+    BlockLayout,
+    Causal,
+    Placement,
+    SlidingWindow,
+    SparsePatternConfig,
+    block_sparse_attention,
+    count_traffic,
+    dilated_attention,
+    ring_block_sparse_attention,
+    ring_dilated_attention,
+    shard_sequence,
+    unshard_sequence,
+)
+from dilated_attention_pytorch.distributed import ring_cost
+from dilated_attention_pytorch.memory import can_measure, measure_peak
+from dilated_attention_pytorch.patterns import Branches, Pattern
+
+HEADS, HEAD_DIM, BLOCK = 8, 64, 128
+SIZES = (1, 2, 4, 8)
+REPEATS = 3
+LONGNET = Branches((2048, 8192, 32768), (1, 4, 16))
+PATTERNS: dict[str, Pattern | Branches] = {
+    "local_window": SparsePatternConfig(pattern_type="local_window", local_window_size=512, block_size=BLOCK).pattern(),
+    "dilated_sparse 95 %": SparsePatternConfig(sparsity_ratio=0.05, block_size=BLOCK).pattern(),
+    "causal": Causal(),
+    "LongNet": LONGNET,
+}
+TOKENS = {"local_window": 60000, "dilated_sparse 95 %": 60000, "causal": 8192, "LongNet": 65536}
+
+# Assumptions of the model, for an H200 behind a link of 400 Gb/s: half of the advertised matrix rate, in a second.
+RATES = {"flops": 500e12, "bandwidth": 50e9}
+MODELLED = ((2**20, (2, 8, 32)), (2**24, (32, 128, 512)), (10**9, (1024,)))
+WINDOW = SlidingWindow(4096, 0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="tiny sizes")
+    parser.add_argument("--model", action="store_true", help="the model alone")
+    parser.add_argument("--out", type=Path, default=None)
+    args = parser.parse_args()
+    out = args.out or HERE / "results" / ("ring-quick.json" if args.quick else "ring.json")
+    record: dict[str, Any] = json.loads(out.read_text()) if args.model and out.exists() else {}
+    if not args.model:
+        record |= {"environment": environment(), "rings": rings(args.quick)}
+    record["model"] = model(args.quick)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(record, indent=1) + "\n")
+    plot(record, out.with_suffix(".png"))
+    print(json.dumps(summary(record)))
+
+
+def rings(quick: bool) -> list[dict[str, Any]]:
+    rows = []
+    for name, what in PATTERNS.items():
+        tokens = TOKENS[name] // 16 if quick else TOKENS[name]
+        for size in SIZES[:2] if quick else SIZES:
+            print(f"{name}, {tokens} tokens, {size} ranks", file=sys.stderr)
+            rows.append(one_ring(name, what, tokens, size))
+    return rows
+
+
+def one_ring(name: str, what: Pattern | Branches, tokens: int, size: int) -> dict[str, Any]:
+    context = mp.get_context("spawn")
+    queue: Any = context.SimpleQueue()
+    store = f"tcp://127.0.0.1:{free_port()}"
+    processes = [context.Process(target=rank_main, args=(r, size, store, what, tokens, queue)) for r in range(size)]
+    for process in processes:
+        process.start()
+    results = sorted((queue.get() for _ in range(size)), key=lambda result: result["rank"])
+    for process in processes:
+        process.join()
+    failed = [result["error"] for result in results if "error" in result]
+    if failed:
+        sys.exit(f"error: {name} on {size} ranks: {failed[0]}")
+    a_key = 2 * HEAD_DIM * 4
+    everything = (size - 1) * tokens * HEADS * a_key
+    sent = sum(result["forward_bytes"] for result in results)
+    least = least_keys(what, tokens, size) * a_key
+    return {
+        "pattern": name,
+        "tokens": tokens,
+        "ranks": size,
+        "sent_bytes": sent,
+        "least_bytes": least,
+        "full_ring_bytes": everything,
+        "all_gather_bytes": everything,
+        "times_less": everything / sent if sent else None,
+        "backward_sent_bytes": sum(result["backward_bytes"] for result in results),
+        "peak_bytes_of_a_rank": max(result["peak_bytes"] or 0 for result in results) or None,
+        "seconds": max(result["seconds"] for result in results),
+        "largest_difference": max(result["difference"] for result in results),
+    }
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def least_keys(what: Pattern | Branches, tokens: int, size: int) -> int:
+    """Keys, each of one head, that some query of another rank attends to, in whole blocks; from the whole pattern."""
+    if size == 1:
+        return 0
+    placement = Placement.contiguous(tokens, size, block_size=BLOCK)
+    if isinstance(what, Branches):
+        return least_keys_of_branches(what, tokens, placement)
+    layout = BlockLayout.from_pattern(what, tokens, block_size=BLOCK)
+    _, row, column, _ = layout.entries()
+    pairs = torch.unique(placement.owner(row) * layout.num_k_blocks + column)
+    asker, block = pairs // layout.num_k_blocks, pairs % layout.num_k_blocks
+    remote = block[placement.owner(block) != asker]
+    return int((tokens - remote * BLOCK).clamp(max=BLOCK).sum()) * HEADS
+
+
+def least_keys_of_branches(branches: Branches, tokens: int, placement: Placement) -> int:
+    """Token by token, then rounded up to the blocks of a class in which keys travel."""
+    from dilated_attention_pytorch.layout.branches import cheapest_blocks
+
+    block, classes = cheapest_blocks(branches, tokens, cut=placement.cut or None)
+    position = torch.arange(tokens)
+    owner = placement.owner(position // BLOCK)
+    needed = 0
+    for head in range(HEADS):
+        wanted = set()
+        for w, r, offset in branches.of_head(head, HEADS):
+            kept = position[position % w % r == offset]
+            for start in torch.unique(kept // w).tolist():
+                keys = kept[kept // w == start]
+                for asker in torch.unique(owner[keys]).tolist():
+                    remote = keys[owner[keys] != asker]
+                    unit = remote // (block * classes) * classes + remote % classes
+                    wanted |= {(asker, code) for code in torch.unique(unit).tolist()}
+        needed += len(wanted) * block
+    return needed
+
+
+def rank_main(rank: int, size: int, store: str, what: Pattern | Branches, tokens: int, queue: Any) -> None:
+    torch.set_num_threads(max(1, torch.get_num_threads() // size))
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size)
+    try:
+        queue.put({"rank": rank, **measure(rank, size, what, tokens)})
+    except (RuntimeError, ValueError) as error:
+        queue.put({"rank": rank, "error": str(error)})
+    dist.destroy_process_group()
+
+
+def measure(rank: int, size: int, what: Pattern | Branches, tokens: int) -> dict[str, Any]:
+    group = dist.group.WORLD
+    assert group is not None
+    placement = Placement.contiguous(tokens, size, block_size=BLOCK)
+    draw = torch.Generator().manual_seed(0)
+    whole = [torch.randn(1, tokens, HEADS, HEAD_DIM, generator=draw) for _ in range(3)]
+    shards = [shard_sequence(x, placement, group=group).clone().requires_grad_() for x in whole]
+
+    def attend() -> torch.Tensor:
+        if isinstance(what, Branches):
+            return ring_dilated_attention(
+                *shards, segment_lengths=what.segment_lengths, dilation_rates=what.dilation_rates,
+                group=group, placement=placement,
+            )  # fmt: skip
+        return ring_block_sparse_attention(*shards, what, group=group, placement=placement)
+
+    out = unshard_sequence(attend().detach(), placement, group=group)
+    difference = 0.0
+    if rank == 0:
+        if isinstance(what, Branches):
+            alone = dilated_attention(
+                *whole, segment_lengths=what.segment_lengths, dilation_rates=what.dilation_rates
+            )  # fmt: skip
+        else:
+            alone = block_sparse_attention(*whole, what)
+        difference = float((out - alone).abs().max())
+        if difference > 1e-4:
+            raise RuntimeError(f"the result differs from one process by {difference}")
+        del alone
+    del out, whole
+    dist.barrier()
+    times = []
+    peak_bytes = None
+    for _ in range(REPEATS):
+        dist.barrier()
+        started = perf_counter()
+        with count_traffic() as forward:
+            result = attend()
+        with count_traffic() as backward:
+            result.backward(result.detach())
+        times.append(perf_counter() - started)
+    if can_measure()[0]:
+        for x in shards:
+            x.grad = None
+        dist.barrier()
+        with measure_peak() as peak:
+            result = attend()
+            result.backward(result.detach())
+        peak_bytes = peak.peak_bytes
+    return {
+        "forward_bytes": forward.bytes,
+        "backward_bytes": backward.bytes,
+        "seconds": statistics.median(times),
+        "peak_bytes": peak_bytes,
+        "difference": difference,
+    }
+
+
+def model(quick: bool) -> dict[str, Any]:
+    """Causal, one layer, 8 heads × 128, half precision; of the last rank, which has the most to do."""
+    shape: dict[str, Any] = {"heads": 8, "head_dim": 128, "is_causal": True, "num_ranks": 1}
+    branches = Branches((2048, 16384, 131072), (1, 8, 64))
+    rows = []
+    for seq, sizes in MODELLED[:1] if quick else MODELLED:
+        for size in sizes:
+            print(f"model: {seq} tokens, {size} devices", file=sys.stderr)
+            for name, what in (("window of 4,096", WINDOW), ("LongNet", branches)):
+                cost = ring_cost(what, seq, size, **RATES, **shape)
+                rows.append({"pattern": name, **vars(cost)})
+    return {"rates": RATES, "layers": rows}
+
+
+def summary(record: dict[str, Any]) -> dict[str, Any]:
+    rows = record.get("rings", [])
+    most = max((row["ranks"] for row in rows), default=0)
+    return {
+        "exact_bytes": all(row["sent_bytes"] == row["least_bytes"] for row in rows),
+        "times_less": {row["pattern"]: row["times_less"] for row in rows if row["ranks"] == most},
+        "modelled_layers": len(record["model"]["layers"]),
+    }
+
+
+def plot(record: dict[str, Any], path: Path) -> None:
+    try:
+        import matplotlib
+    except ModuleNotFoundError:
+        print("no plot: matplotlib is not installed", file=sys.stderr)
+        return
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.6))
+    rows = [row for row in record.get("rings", []) if row["ranks"] > 1]
+    for name in dict.fromkeys(row["pattern"] for row in rows):
+        mine = [row for row in rows if row["pattern"] == name]
+        share = [100 * row["sent_bytes"] / row["full_ring_bytes"] for row in mine]
+        left.plot([row["ranks"] for row in mine], share, marker="o", label=name)
+    left.set(xlabel="ranks", ylabel="% of what a full ring sends", title="bytes on the wire, measured")
+    if rows:
+        left.legend()
+    layers = record["model"]["layers"]
+    for name in dict.fromkeys(row["pattern"] for row in layers):
+        for seq in dict.fromkeys(row["seq"] for row in layers):
+            mine = [row for row in layers if row["pattern"] == name and row["seq"] == seq]
+            times = [1e3 * row["forward_seconds"] for row in mine]
+            right.loglog([row["world_size"] for row in mine], times, marker="o", label=f"{name}, {seq:,} tokens")
+    right.set(xlabel="devices", ylabel="ms, forward of a layer", title="model, not measured")
+    right.legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+if __name__ == "__main__":
+    main()

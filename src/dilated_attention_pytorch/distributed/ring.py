@@ -1,0 +1,497 @@
+"""`ring_block_sparse_attention` and `ring_dilated_attention`: the plain operators over a sequence spread over ranks.
+
+A call goes in three parts: the ranks agree that they make the same call (`_agree`), the exchange plan is found or made
+(`plan`), and then keys and values of one rank after the other arrive while those before them are computed (`_Ring`).
+Each part of the keys gives (out, lse), merged in float32; in backward each part, given the whole out and lse, gives its
+exact share of the gradients, and dk and dv travel back the way the keys came.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from functools import lru_cache, wraps
+from itertools import accumulate
+from math import gcd
+from types import ModuleType
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..backends.base import Extras, Request, compute_dtype
+from ..backends.dropout import seed_of_part
+from ..layout import BlockLayout
+from ..layout.branches import cheapest_blocks
+from ..ops import block_sparse_attention, dilated_attention
+from ..ops.block_sparse import with_constant_shares
+from ..ops.checks import (
+    DEFAULT_BLOCK_SIZE,
+    check_dropout,
+    check_lists,
+    check_masks,
+    check_qkv,
+    check_scale,
+    refuse_branches,
+)
+from ..ops.choose import choose, leave_autocast
+from ..ops.merge import merge_attention
+from ..patterns import Branches, Causal, Pattern
+from ..patterns.base import check_flag
+from ..patterns.blocks import BLOCK_SIZES
+from .exchange import Group, Pending, RingError, check_group, control_group, exchange, gather_numbers
+from .plan import Part, Plan, Step, Work, differences, digest, make_plan, remember_plan, remembered_plan
+from .shard import Placement, check_placement
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _untraced(function: Callable[P, T]) -> Callable[P, T]:
+    """`torch.compiler.disable`, but without loading the whole compiler with this package."""
+
+    @wraps(function)
+    def call(*args: P.args, **options: P.kwargs) -> T:
+        compiler = sys.modules.get("torch._dynamo")
+        return (compiler.disable(function) if compiler is not None else function)(*args, **options)
+
+    call._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return call
+
+
+@_untraced
+def ring_block_sparse_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout_or_pattern: BlockLayout | Pattern,
+    *,
+    group: Group,
+    placement: Placement | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    key_padding_mask: Tensor | None = None,
+    document_ids: Tensor | None = None,
+    return_lse: bool = False,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`block_sparse_attention` over a ring: every rank gives and gets its own shard, and the result is the same.
+
+    All ranks of the group call it together, with the same arguments but for the shards; a difference is an error on
+    every rank that names it. Only the key and value blocks that a rank's queries attend to travel.
+
+    Args:
+        q, k, v: this rank's shards, (batch, tokens of the shard, heads, head_dim).
+        layout_or_pattern: of the whole sequence. From a pattern, a rank builds its own rows alone.
+        group: the ring: a process group, or a DeviceMesh of one dimension.
+        placement: who holds which tokens, of queries and keys alike. By default one run for each rank in order, as
+            long as the shards are; all but the last must be multiples of 16 tokens.
+        key_padding_mask, document_ids: of this rank's keys, (batch, tokens of the shard).
+        is_causal, scale, dropout_p, return_lse, backend: as in `block_sparse_attention`. The dropout seed is drawn by
+            the first rank, so that the draw is that of the plain operator there. Backends "sdpa" and "reference" have
+            no backward for a part of the keys and cannot run.
+    """
+    options: dict[str, Any] = {
+        "is_causal": is_causal, "scale": scale, "dropout_p": dropout_p, "key_padding_mask": key_padding_mask,
+        "document_ids": document_ids, "backend": backend,
+    }  # fmt: skip
+    group = check_group(group)
+    if dist.get_world_size(group) == 1:
+        _check_alone(placement, group, q, k)
+        return block_sparse_attention(q, k, v, layout_or_pattern, return_lse=return_lse, **options)
+    out, lse = _attend(q, k, v, [layout_or_pattern], group, placement, refuse_branches, return_lse, **options)
+    return (out, lse) if return_lse else out
+
+
+@_untraced
+def ring_dilated_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    segment_lengths: Sequence[int],
+    dilation_rates: Sequence[int],
+    group: Group,
+    placement: Placement | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    key_padding_mask: Tensor | None = None,
+    head_offsets: str = "interleaved",
+    detach_branch_weights: bool = False,
+    return_lse: bool = False,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`dilated_attention` over a ring: every rank gives and gets its own shard, and the result is the same.
+
+    A rank receives the keys of its queries' segments, and of those only what each head keeps: a branch (w, r) costs at
+    most w / r keys of each head, however long the sequence is.
+
+    Args:
+        q, k, v, group, placement, key_padding_mask: as in `ring_block_sparse_attention`. Shards whose starts are
+            multiples of 128 · lcm(dilation_rates) are computed with the fewest mixed blocks.
+        segment_lengths, dilation_rates, is_causal, scale, dropout_p, head_offsets, detach_branch_weights, return_lse,
+            backend: as in `dilated_attention`.
+    """
+    options: dict[str, Any] = {
+        "is_causal": is_causal, "scale": scale, "dropout_p": dropout_p, "key_padding_mask": key_padding_mask,
+        "backend": backend,
+    }  # fmt: skip
+    group = check_group(group)
+    if dist.get_world_size(group) == 1:
+        _check_alone(placement, group, q, k)
+        return dilated_attention(
+            q, k, v, segment_lengths=segment_lengths, dilation_rates=dilation_rates, head_offsets=head_offsets,
+            detach_branch_weights=detach_branch_weights, return_lse=return_lse, **options,
+        )  # fmt: skip
+    check_flag("detach_branch_weights", detach_branch_weights)
+    branches = Branches(segment_lengths, dilation_rates, head_offsets)
+    parts = branches.alone() if detach_branch_weights and len(branches) > 1 else [branches]
+    out, lse = _attend(q, k, v, parts, group, placement, None, return_lse, document_ids=None, **options)
+    return (out, lse) if return_lse else out
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    whats: Sequence[BlockLayout | Pattern | Branches],
+    group: dist.ProcessGroup,
+    placement: Placement | None,
+    refuse: Callable[[object], None] | None,
+    return_lse: bool,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    """The attention of a checked and agreed call; of several that add up, mixed by shares that get no gradient."""
+    q, k, v, autocast_off = leave_autocast(q, k, v)
+    with autocast_off:
+        calls = []
+        try:
+            check_flag("return_lse", return_lse)
+            for what in whats:
+                if refuse is not None:
+                    refuse(what)
+                calls.append(_Call(q, k, v, what, group, placement, **options))
+        except (TypeError, ValueError) as error:
+            with suppress(RingError):  # the others must not wait for this rank
+                _agree(group, {"refused": str(error)})
+            raise
+        # One draw for all: a key that counts in two of them is kept or dropped as one.
+        seed = int(torch.randint(2**31, (), device=q.device)) if calls[0].extras.dropout_p else 0
+        results = []
+        for call in calls:
+            plan, extras = call.agreed(seed)
+            results.append(_Ring.apply(q, k, v, plan, group, extras, call.backend))
+        return results[0] if len(results) == 1 else with_constant_shares(results)
+
+
+class _Call:
+    """A call of this rank, checked before any other rank hears of it."""
+
+    def __init__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        what: BlockLayout | Pattern | Branches,
+        group: dist.ProcessGroup,
+        placement: Placement | None,
+        *,
+        is_causal: bool,
+        scale: float | None,
+        dropout_p: float,
+        key_padding_mask: Tensor | None,
+        document_ids: Tensor | None,
+        backend: str,
+    ) -> None:
+        check_qkv(q, k, v)
+        check_flag("is_causal", is_causal)
+        check_masks(q, k, key_padding_mask, document_ids)
+        check_lists(q, k, what)
+        if document_ids is not None and q.shape[1] != k.shape[1]:
+            raise ValueError(
+                f"document_ids over a ring needs queries and keys of the same tokens, got {q.shape[1]} and {k.shape[1]}"
+            )
+        if placement is not None:
+            _check_placement(placement, group, q, k)
+        self.extras = Extras(check_scale(scale, q.shape[3]), key_padding_mask, document_ids, check_dropout(dropout_p))
+        self.backend = _choose(backend, q, k, self.extras)
+        self.group, self.placement, self.device = group, placement, q.device
+        self.lengths, self.heads = (q.shape[1], k.shape[1]), (q.shape[2], k.shape[2])
+        self.what, self.is_causal = what, is_causal
+        learning = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+        self.description = {
+            "pattern": _told(what),
+            "is_causal": str(is_causal),
+            "placement": "by the lengths of the shards" if placement is None else _told(placement),
+            "batch": str(q.shape[0]),
+            "heads": f"{q.shape[2]} of queries, {k.shape[2]} of keys",
+            "head_dim": str(q.shape[3]),
+            "dtype": str(q.dtype),
+            "device": q.device.type,
+            "scale": str(self.extras.scale),
+            "dropout_p": str(self.extras.dropout_p),
+            "key_padding_mask": "none" if key_padding_mask is None else "given",
+            "document_ids": "none" if document_ids is None else f"given, {document_ids.dtype}",
+            "gradients": "asked for" if learning else "not asked for",
+            "backend": self.backend.name,
+        }
+
+    def agreed(self, seed: int) -> tuple[Plan, Extras]:
+        """The plan, and the seed of dropout, on which all ranks agree: the first rank's."""
+        key = self.what, self.is_causal, self.placement, self.lengths, self.heads, self.device
+        remembered = remembered_plan(self.group, key)
+        told = _agree(self.group, self.description, 0 if remembered is None else remembered.number, seed, *self.lengths)
+        numbers, seeds, lengths = told[:, 0], told[:, 1], told[:, 2:].T.tolist()
+        number = digest(self.description, lengths)
+        extras = self.extras
+        if extras.dropout_p:
+            extras = extras._replace(seed=seeds[0].to(self.device))
+        # A rank may have forgotten what another remembers: then all make it again.
+        if remembered is not None and (numbers == number).all():
+            return remembered, extras
+        plan = make_plan(number, self._work(lengths), self.group)
+        remember_plan(self.group, key, plan)
+        return plan, extras
+
+    def _work(self, lengths: list[list[int]]) -> Work:
+        """Of the lengths of all ranks' queries and of their keys."""
+        cut = gcd(*(start for of in lengths for start in accumulate(of[:-1])))
+        if self.placement is not None:
+            places = self.placement, self.placement
+            cut = self.placement.cut
+        else:
+            size = max((size for size in BLOCK_SIZES if cut % size == 0), default=None)
+            if size is None:
+                raise ValueError(
+                    f"shards must be multiples of {BLOCK_SIZES[0]} tokens, all but the last, got {lengths[0]} queries "
+                    f"and {lengths[1]} keys; shard_sequence cuts them so"
+                )
+            places = (
+                Placement.of_lengths(lengths[0], block_size=size),
+                Placement.of_lengths(lengths[1], block_size=size),
+            )
+        seqs = places[0].seq, places[1].seq
+        what, classes = self.what, 1
+        if isinstance(what, Branches):
+            block, classes = cheapest_blocks(what, max(seqs), cut=cut)
+            blocks = block, block
+        elif isinstance(what, BlockLayout):
+            what, blocks = (what.causal if self.is_causal else what), what.blocks
+            if what.lengths != seqs:
+                raise ValueError(
+                    f"layout_or_pattern is a layout for lengths {what.lengths}, but the shards of q and k have {seqs} "
+                    "tokens together"
+                )
+            if cut % max(blocks):
+                raise ValueError(
+                    f"shards must be whole blocks of the layout, {blocks}, but start at multiples of {cut}"
+                )
+        else:
+            what = what & Causal() if self.is_causal else what
+            # Any finer blocks do; the coarsest that the shards are made of.
+            most = min((*what.block_sizes, places[0].block_size), default=DEFAULT_BLOCK_SIZE)
+            block = max(size for size in BLOCK_SIZES if size <= min(most, DEFAULT_BLOCK_SIZE) and cut % size == 0)
+            blocks = block, block
+        return Work(
+            what=what,
+            is_causal=self.is_causal,
+            placements=places,
+            blocks=blocks,
+            classes=classes,
+            heads=self.heads[0],
+            heads_kv=self.heads[1],
+            device=self.device,
+        )
+
+
+def _choose(backend: str, q: Tensor, k: Tensor, extras: Extras) -> ModuleType:
+    chosen = choose(
+        backend,
+        Request(
+            device=q.device,
+            dtype=q.dtype,
+            kind=None,
+            square=False,
+            grouped=q.shape[2] != k.shape[2],
+            head_dim=q.shape[3],
+            dropout=extras.dropout_p > 0.0,
+            masked=extras.key_padding_mask is not None or extras.document_ids is not None,
+            return_lse=True,
+        ),
+    )
+    if not hasattr(chosen, "backward"):
+        raise ValueError(f"backend {chosen.name!r} cannot run over a ring: it has no backward for a part of the keys")
+    return chosen
+
+
+def _check_placement(placement: Placement, group: dist.ProcessGroup, q: Tensor, k: Tensor) -> None:
+    check_placement(placement, group)
+    rank = dist.get_rank(group)
+    for name, x in (("q", q), ("k", k)):
+        if x.shape[1] != placement.num_tokens(rank):
+            raise ValueError(
+                f"{name} must have the {placement.num_tokens(rank)} tokens of rank {rank} in its placement, "
+                f"got {x.shape[1]}"
+            )
+
+
+def _check_alone(placement: Placement | None, group: dist.ProcessGroup, q: Tensor, k: Tensor) -> None:
+    if placement is not None:
+        _check_placement(placement, group, q, k)
+
+
+@lru_cache(maxsize=100)
+def _told(what: BlockLayout | Pattern | Branches | Placement) -> str:
+    """A value as the ranks compare it: short, and different for different values."""
+    if isinstance(what, BlockLayout):
+        tensors, sizes = what.flatten()
+        return f"BlockLayout {sizes} {digest(*(x.tolist() for x in tensors)):x}"
+    text = str(what)
+    return text if len(text) <= 200 else f"{text[:180]}… {digest(text):x}"
+
+
+def _agree(group: dist.ProcessGroup, description: dict[str, str], *numbers: int) -> Tensor:
+    """[ranks, numbers]: those of every rank, if all make the same call; else an error that names the difference."""
+    numbers = numbers or (0,) * 4
+    told = gather_numbers(group, [digest(description), *numbers], "the agreement on a call")
+    if (told[:, 0] != told[0, 0]).any():
+        descriptions: list[Any] = [None] * len(told)
+        dist.all_gather_object(descriptions, description, group=control_group(group))
+        refusals = {rank: each["refused"] for rank, each in enumerate(descriptions) if "refused" in each}
+        if refusals:
+            told_by = "; ".join(f"rank {rank}: {reason}" for rank, reason in refusals.items())
+            raise RingError(f"a rank refused the call that this one makes too ({told_by})")
+        raise ValueError(f"the ranks of a ring must make the same call, but differ in {differences(descriptions)}")
+    return told[:, 1:]
+
+
+def _arriving(
+    plan: Plan, group: dist.ProcessGroup, k: Tensor, v: Tensor, extras: Extras
+) -> Iterator[tuple[Step | None, list[Tensor]]]:
+    """The own keys, values and masks (no step), then what each step receives, while the next is already under way.
+
+    Who lets go of what one step received before asking for the next holds two buffers at most.
+    """
+    tensors = [x for x in (k, v, extras.key_padding_mask, extras.document_ids) if x is not None]
+
+    def begin(step: Step) -> Pending:
+        send = receive = None
+        if len(step.sent):
+            send = step.target, [step.sent.of(x) for x in tensors]
+        if len(step.received):
+            receive = step.source, [x.new_empty(step.received.shape_of(x)) for x in tensors]
+        return exchange(group, "the exchange of keys and values", send=send, receive=receive)
+
+    under_way = [begin(step) for step in plan.steps[:1]]
+    yield None, tensors
+    for here, step in enumerate(plan.steps):
+        received = under_way.pop().wait()
+        under_way = [begin(following) for following in plan.steps[here + 1 : here + 2]]
+        if received and not step.in_order:
+            stored = [x.new_empty(x.shape[0], step.stored_tokens, *x.shape[2:]) for x in tensors]
+            for x, given in zip(stored, received, strict=True):
+                step.received.put(x, given)
+            received = stored
+            del stored
+        yield step, received
+        del received
+
+
+def _of_part(part: Part, stored: list[Tensor], extras: Extras) -> tuple[Tensor, Tensor, Extras]:
+    """Keys, values and extras of one part of a call."""
+    keys, values, *masks = (x[:, part.keys] for x in stored)
+    padding = None if extras.key_padding_mask is None else masks[0]
+    ids = None
+    if extras.document_ids is not None:
+        ids = torch.cat((masks[-1], extras.document_ids[:, part.queries]), dim=1)
+    seed = None if extras.seed is None else seed_of_part(extras.seed, part.places)
+    return keys, values, Extras(extras.scale, padding, ids, extras.dropout_p, seed)
+
+
+class _Ring(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        plan: Plan,
+        group: dist.ProcessGroup,
+        extras: Extras,
+        backend: ModuleType,
+    ) -> tuple[Tensor, Tensor]:
+        batch, seq, heads, _ = q.shape
+        out = q.new_zeros(q.shape, dtype=compute_dtype(q.dtype))
+        lse = out.new_full((batch, heads, seq), -torch.inf)
+        for step, stored in _arriving(plan, group, k, v, extras):
+            for part in plan.own if step is None else step.parts:
+                own = part.queries
+                part_out, part_lse = _forward(backend, q[:, own], part, stored, extras)
+                out[:, own], lse[:, :, own] = merge_attention(
+                    [out[:, own], part_out.to(out.dtype)], [lse[:, :, own], part_lse]
+                )
+            del stored
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.rest = plan, group, extras, backend
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, do: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        plan, group, extras, backend = ctx.rest
+        dq, dk, dv = (x.new_zeros(x.shape, dtype=compute_dtype(x.dtype)) for x in (q, k, v))
+        returning: tuple[Step, Pending] | None = None
+
+        def take_back() -> None:
+            """Add what another rank's queries gave for keys that they had from here."""
+            if returning is not None:
+                step, pending = returning
+                for grad, given in zip((dk, dv), pending.wait(), strict=False):
+                    step.sent.add(grad, given)
+
+        for step, stored in _arriving(plan, group, k, v, extras):
+            grads = [dk, dv]
+            if step is not None:
+                grads = [dk.new_zeros(dk.shape[0], step.stored_tokens, *dk.shape[2:]) for _ in range(2)]
+            for part in plan.own if step is None else step.parts:
+                own = part.queries
+                keys, values, of_part = _of_part(part, stored, extras)
+                part_dq, *part_dkv = backend.backward(
+                    do[:, own],
+                    dlse[:, :, own],
+                    q[:, own],
+                    keys,
+                    values,
+                    out[:, own],
+                    lse[:, :, own],
+                    part.layout,
+                    of_part,
+                )
+                dq[:, own] += part_dq
+                for grad, given in zip(grads, part_dkv, strict=True):
+                    grad[:, part.keys] += given
+                del keys, values, of_part
+            del stored
+            if step is None:
+                continue
+            take_back()
+            send = receive = None
+            if len(step.received):
+                send = step.source, [step.received.of(grad).to(k.dtype) for grad in grads]
+            if len(step.sent):
+                receive = step.target, [x.new_empty(step.sent.shape_of(x)) for x in (k, v)]
+            returning = step, exchange(group, "the exchange of gradients", send=send, receive=receive)
+        take_back()
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None, None
+
+
+def _forward(backend: ModuleType, q: Tensor, part: Part, stored: list[Tensor], extras: Extras) -> tuple[Tensor, Tensor]:
+    keys, values, of_part = _of_part(part, stored, extras)
+    return backend.forward(q, keys, values, part.layout, of_part)

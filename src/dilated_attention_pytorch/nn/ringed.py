@@ -1,0 +1,34 @@
+"""The option of a module that spreads its sequence over the ranks of a group. Unused, it costs nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+from ..distributed import Placement
+from ..distributed.exchange import Group, Shared, check_group
+
+
+class Ringed:
+    """Mixin of attention modules: call `set_ring` in the constructor and `ring_options` in forward."""
+
+    _ring: Shared | None = None
+
+    def set_ring(self, ring_group: Group | None) -> None:
+        self._ring = None if ring_group is None else Shared(check_group(ring_group))
+
+    @property
+    def ring_group(self) -> dist.ProcessGroup | None:
+        """The ranks that the sequence is spread over; None for a ring of one."""
+        return None if self._ring is None else self._ring.value
+
+    def ring_options(self, placement: Placement | None, with_weights: bool) -> dict[str, Any]:
+        """What the ring's operator takes besides; empty without a ring."""
+        if self.ring_group is None:
+            if placement is not None:
+                raise ValueError("placement has no meaning without ring_group; leave it out")
+            return {}
+        if with_weights:
+            raise ValueError("return_attention_weights is not possible over a ring: no rank has all keys of a row")
+        return {"group": self.ring_group, "placement": placement}

@@ -1,0 +1,128 @@
+"""examples/train_ring.py: gradients of one process, checkpoints that any world size resumes."""
+
+import importlib.util
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "train_ring.py"
+
+
+def example():
+    spec = importlib.util.spec_from_file_location("train_ring", EXAMPLE)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def gradients(group):
+    return example().check(group, tokens=600)
+
+
+def training(group, steps, folder=None):
+    folder = None if folder is None else Path(folder)
+    return example().train(group, steps=steps, tokens=600, dtype=torch.float64, checkpoints=folder, every=2)
+
+
+def test_gradients_are_those_of_one_process(ranks):
+    assert max(ranks.run(3, gradients)) <= 1e-10
+
+
+def test_a_checkpoint_is_resumed_by_any_number_of_ranks(ranks, tmp_path):
+    """3 ranks to step 2, 2 ranks to step 4, 4 ranks to step 6: the losses of one rank that was never stopped."""
+    undisturbed = ranks.run(1, training, 6)[0]
+    assert undisturbed[-1] < undisturbed[0]
+    losses = []
+    for size, steps in ((3, 2), (2, 4), (4, 6)):
+        got = ranks.run(size, training, steps, str(tmp_path))
+        assert all(each == got[0] for each in got)
+        losses += got[0]
+    assert len(losses) == 6
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(undisturbed), rtol=0, atol=1e-9)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000002", "step-000004", "step-000006"]
+
+
+def torchrun(*args, env=None, script=EXAMPLE):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *args[: args.index("--")], str(script)]
+    env = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "OMP_NUM_THREADS": "1", **(env or {})}
+    run = subprocess.run(
+        [*command, *args[args.index("--") + 1 :]], env=env, capture_output=True, text=True, timeout=400, check=False
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    return json.loads(run.stdout.splitlines()[-1]), run
+
+
+@pytest.mark.stress
+def test_under_torchrun(tmp_path):
+    result, _ = torchrun("--nproc-per-node", "2", "--", "--check", "--tokens", "600")
+    assert result["largest_difference"] <= 1e-10
+    result, run = torchrun(
+        "--nproc-per-node", "2", "--", "--steps", "6", "--checkpoints", str(tmp_path), "--every", "3"
+    )
+    assert re.search(r"step 6: loss", run.stdout)
+    assert result["step"] == 6
+
+
+DOOMED = """
+import os, signal, sys
+sys.argv[0] = {example!r}
+sys.path.insert(0, {root!r})
+from tests.distributed.test_example import example
+from tests.distributed.test_faults import die_at
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] == "{rank}":
+    die_at({fate})
+module = example()
+save = module.Run.save
+def fatal_save(self, folder):
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] == "{rank}" and {in_save}:
+        import threading
+        threading.Timer({delay}, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+    save(self, folder)
+module.Run.save = fatal_save
+module.main()
+"""
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("seed", range(40))
+def test_a_killed_run_is_restarted_and_ends_as_if_nothing_had_happened(seed, tmp_path, undisturbed):
+    """A rank dies in the first attempt, in attention or while a checkpoint is written; torchrun starts all again."""
+    draw = torch.Generator().manual_seed(seed)
+    size, steps = int(torch.randint(2, 4, (), generator=draw)), 6
+    fate, rank = (int(torch.randint(*span, (), generator=draw)) for span in ((10, 100), (0, size)))
+    delay = float(torch.rand((), generator=draw)) * 0.1
+    script = tmp_path / "doomed.py"
+    in_save = seed % 2 == 1
+    source = DOOMED.format(
+        example=str(EXAMPLE), root=str(ROOT), rank=rank, fate=10**9 if in_save else fate, in_save=in_save, delay=delay
+    )
+    script.write_text(source)
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    result, run = torchrun(
+        "--nproc-per-node", str(size), "--max-restarts", "2", "--",
+        "--steps", str(steps), "--checkpoints", str(folder), "--every", "2", "--timeout", "90", "--tokens", "600",
+        script=script,
+    )  # fmt: skip
+    assert result["step"] == steps
+    assert result["loss"] == pytest.approx(undisturbed[size], abs=1e-6)
+    if str(signal.SIGKILL.value) not in run.stderr and "SIGKILL" not in run.stderr:
+        pytest.fail("nobody was killed")
+
+
+@pytest.fixture(scope="session")
+def undisturbed():
+    """The last loss of runs that nobody disturbs, by world size."""
+    losses = {}
+    for size in (2, 3):
+        result, _ = torchrun("--nproc-per-node", str(size), "--", "--steps", "6", "--tokens", "600")
+        losses[size] = result["loss"]
+    return losses

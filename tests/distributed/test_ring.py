@@ -1,0 +1,266 @@
+"""The ring equals the single process: outputs, lse and all gradients, in float64 to 1e-10; no byte too many is sent."""
+
+import itertools
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dilated_attention_pytorch import (
+    BlockLayout,
+    Causal,
+    DilatedBlocks,
+    Documents,
+    Full,
+    GlobalTokens,
+    LocalBlocks,
+    PerHead,
+    RandomBlocks,
+    SlidingWindow,
+)
+from dilated_attention_pytorch.distributed import Placement
+from dilated_attention_pytorch.testing import Case, oracle
+from tests import strategies
+from tests.distributed import work
+from tests.distributed.processes import ByRank
+
+NAMES = ("out", "lse", "dq", "dk", "dv")
+
+
+@dataclass
+class Call:
+    """A call over a ring: the whole tensors, and who holds which tokens of queries and keys."""
+
+    case: Case
+    placements: tuple[Placement, Placement]
+    pattern: object  # what the ring is given; the case has its layout
+    options: dict = field(default_factory=dict)
+
+    @property
+    def size(self):
+        return self.placements[0].world_size
+
+    def tokens(self, rank):
+        return [
+            torch.cat([torch.arange(run.start, run.stop) for run in placement.tokens(rank)])
+            for placement in self.placements
+        ]
+
+    def shards(self):
+        case, shards = self.case, ByRank()
+        for rank in range(self.size):
+            own_q, own_k = self.tokens(rank)
+            masks = {"key_padding_mask": case.key_padding_mask, "document_ids": case.document_ids}
+            masks = {name: None if mask is None else mask[:, own_k] for name, mask in masks.items()}
+            of_q = case.q[:, own_q], case.k[:, own_k], case.v[:, own_k], case.do[:, own_q], case.dlse[:, :, own_q]
+            shards.append((*of_q, masks))
+        return shards
+
+    def run(self, ranks):
+        """out, lse, dq, dk, dv of the whole, which lse are −inf, and what each rank sent."""
+        case = self.case
+        options = {"is_causal": case.is_causal, "scale": case.scale, "dropout_p": case.dropout_p, **self.options}
+        got = ranks.run(self.size, work.attend, self.shards(), self.pattern, options)
+        whole = [torch.full_like(x, torch.nan) for x in (case.q, case.dlse, case.q, case.k, case.v)]
+        whole[1] = whole[1].to(got[0][0][1].dtype)
+        empty = torch.zeros(case.dlse.shape, dtype=torch.bool)
+        for rank, (results, own_empty, _) in enumerate(got):
+            own_q, own_k = self.tokens(rank)
+            for name, target, x in zip(NAMES, whole, results, strict=True):
+                if name == "lse":
+                    target[:, :, own_q] = x
+                else:
+                    target[:, own_k if name in ("dk", "dv") else own_q] = x
+            empty[:, :, own_q] = own_empty
+        return whole, empty, [sent for *_, sent in got]
+
+    def needed_keys(self):
+        """[ranks, ranks]: keys (of one head each) that the queries of a rank need of another, from the block mask."""
+        layout = self.case.layout.causal if self.case.is_causal else self.case.layout
+        block, heads_kv = layout.blocks, self.case.k.shape[2]
+        active = layout.to_block_mask().reshape(-1, layout.num_q_blocks, layout.num_k_blocks)
+        owner_q, owner_k = (
+            [next(r for r in range(self.size) if b in placement.blocks(r, size)) for b in range(num)]
+            for placement, size, num in zip(self.placements, block, active.shape[1:], strict=True)
+        )
+        needed = set()
+        for head, i, j in active.nonzero().tolist():
+            heads = range(heads_kv) if len(active) == 1 else [head * heads_kv // len(active)]
+            needed |= {(owner_q[i], j, each) for each in heads}
+        keys = torch.zeros(self.size, self.size, dtype=torch.int64)
+        for rank, j, _ in needed:
+            keys[rank, owner_k[j]] += min(block[1], layout.seq_k - j * block[1])
+        return keys.fill_diagonal_(0)
+
+
+def assert_exact(call, ranks, tolerance=1e-10):
+    expected = oracle(call.case)
+    got, empty, sent = call.run(ranks)
+    assert torch.equal(empty, expected[1] == -torch.inf)
+    for name, mine, want in zip(NAMES, got, expected, strict=True):
+        want = torch.where(want == -torch.inf, 0.0, want)
+        error = float((mine.double() - want).abs().max())
+        assert error <= tolerance, f"{name} is off by {error:.3g}"
+    return sent
+
+
+def tensors(seed, batch, seq_q, seq_k, heads, heads_kv, dim, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    q, do = (normal(batch, seq_q, heads, dim) for _ in range(2))
+    k, v = (normal(batch, seq_k, heads_kv, dim) for _ in range(2))
+    return {"q": q, "k": k, "v": v, "do": do, "dlse": normal(batch, heads, seq_q).double()}
+
+
+@st.composite
+def calls(draw):
+    """Any pattern, placement, lengths, heads, masks and dropout, on 2 to 4 ranks."""
+    size, block = draw(st.integers(2, 4)), draw(st.sampled_from([16, 16, 32]))
+    heads_kv = draw(st.integers(1, 2))
+    heads, batch = heads_kv * draw(st.integers(1, 2)), draw(st.integers(1, 2))
+    kind = draw(st.sampled_from(["lengths", "lengths", "zigzag", "balanced", "cross"]))
+    seq_k = draw(st.integers((size - 1) * block + 1, 200))
+    pattern = draw(strategies.patterns(seq_k))
+    if draw(st.integers(0, 4)) == 0:
+        pattern = PerHead(tuple(draw(strategies.patterns(seq_k)) for _ in range(heads)) if heads > 1 else (pattern,))
+        assume_one_packing(pattern)
+    is_causal = draw(st.booleans())
+    seq_q = draw(st.integers((size - 1) * block + 1, 200)) if kind == "cross" else seq_k
+
+    def of_lengths(seq):
+        cuts = draw(st.sets(st.integers(1, (seq - 1) // block), min_size=size - 1, max_size=size - 1))
+        edges = [0, *(cut * block for cut in sorted(cuts)), seq]
+        return Placement.of_lengths([b - a for a, b in itertools.pairwise(edges)], block_size=block)
+
+    options = {}
+    if kind in ("lengths", "cross"):
+        place_k = of_lengths(seq_k)
+        placements = (of_lengths(seq_q) if kind == "cross" else place_k, place_k)
+    else:
+        make = Placement.zigzag if kind == "zigzag" else Placement.contiguous
+        placement = make(seq_k, size, block_size=block)
+        if kind == "balanced":
+            placement = Placement.balanced(pattern, seq_k, size, is_causal=is_causal, block_size=block)
+        placements, options = (placement, placement), {"placement": placement}
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    padding = ids = None
+    if draw(st.booleans()):
+        padding = torch.rand(batch, seq_k, generator=generator) < draw(st.sampled_from([0.1, 0.5]))
+    if kind != "cross" and draw(st.booleans()):
+        ids = torch.randint(0, 3, (batch, seq_k), generator=generator)
+    case = Case(
+        **tensors(draw(st.integers(0, 2**31)), batch, seq_q, seq_k, heads, heads_kv, draw(st.sampled_from([1, 8]))),
+        layout=BlockLayout.from_pattern(pattern, seq_q, seq_k, block_size=16),
+        is_causal=is_causal,
+        scale=draw(st.sampled_from([None, 0.3])),
+        key_padding_mask=padding,
+        document_ids=ids,
+        dropout_p=draw(st.sampled_from([0.0, 0.3])),
+    )
+    given_layout = draw(st.integers(0, 3)) == 0
+    return Call(case, placements, case.layout if given_layout else pattern, options)
+
+
+def assume_one_packing(pattern):
+    from hypothesis import assume
+
+    from dilated_attention_pytorch.layout.build import documents_of
+
+    assume(len(documents_of(pattern)) <= 1)
+
+
+@settings(max_examples=40, suppress_health_check=list(HealthCheck))
+@given(call=calls())
+def test_any_call(ranks, call):
+    assert_exact(call, ranks)
+
+
+PATTERNS = {
+    "full": Full(),
+    "window": SlidingWindow(70, 20),
+    "global | window": GlobalTokens(20, queries=True) | SlidingWindow(30, 30),
+    "documents": Documents((100, 37, 200, 180)),
+    "local blocks": LocalBlocks(100, block_size=32),
+    "dilated": DilatedBlocks((64, 128, 512), (1, 2, 4), sparsity_ratio=0.3, block_size=32),
+    "random": RandomBlocks(3, block_size=32),
+    "per head": PerHead((SlidingWindow(40, 0), RandomBlocks(2, block_size=32), Causal(), GlobalTokens(10))),
+}
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("name", PATTERNS)
+def test_exact_and_minimal(ranks, name, is_causal, size):
+    """Uneven shards, grouped heads; each needed remote block comes once, keys and values, and its gradients go back."""
+    lengths = {1: [517], 2: [192, 325], 3: [64, 320, 133], 4: [128, 32, 160, 197]}[size]
+    placement = Placement.of_lengths(lengths, block_size=32)
+    case = Case(
+        **tensors(0, 2, 517, 517, 4, 2, 8),
+        layout=BlockLayout.from_pattern(PATTERNS[name], 517, block_size=32),
+        is_causal=is_causal,
+    )
+    call = Call(case, (placement, placement), PATTERNS[name], {"placement": placement})
+    sent = assert_exact(call, ranks)
+    one = 2 * 2 * 8 * 8  # a key of a head: with its value, of 2 samples, 8 numbers of 8 bytes
+    needed = call.needed_keys()
+    assert [forward for forward, _ in sent] == (one * needed.sum(0)).tolist()
+    assert [backward for _, backward in sent] == (one * (needed.sum(0) + needed.sum(1))).tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_lower_precision_errs_as_eager_does(ranks, dtype):
+    from dilated_attention_pytorch.testing.oracle import FACTOR, _largest_terms, errors_of_eager
+
+    pattern = SlidingWindow(100, 40) | GlobalTokens(8)
+    case = Case(
+        **tensors(3, 1, 400, 400, 4, 2, 16, dtype), layout=BlockLayout.from_pattern(pattern, 400, block_size=32)
+    )
+    placement = Placement.zigzag(400, 4, block_size=32)
+    call = Call(case, (placement, placement), pattern, {"placement": placement})
+    expected = oracle(case)
+    allowed = zip(errors_of_eager(case, expected), _largest_terms(case), strict=True)
+    bounds = [FACTOR * error + torch.finfo(dtype).eps * term for error, term in allowed]
+    got, _, _ = call.run(ranks)
+    for name, mine, want, bound in zip(NAMES, got, expected, bounds, strict=True):
+        error = float((mine.double() - want).abs().max())
+        assert error <= bound, f"{name} in {dtype} is off by {error:.3g}, allowed {bound:.3g}"
+
+
+def test_values_of_one_give_one(ranks):
+    pattern = SlidingWindow(60, 60)
+    case = Case(**tensors(1, 1, 300, 300, 2, 2, 8), layout=BlockLayout.from_pattern(pattern, 300, block_size=16))
+    case.v.fill_(1.0)
+    placement = Placement.contiguous(300, 4, block_size=16)
+    out = Call(case, (placement, placement), pattern).run(ranks)[0][0]
+    torch.testing.assert_close(out, torch.ones_like(out), rtol=0, atol=1e-14)
+
+
+def test_the_future_changes_no_bit_of_the_past(ranks):
+    pattern = SlidingWindow(90, 90)
+    outs = []
+    for change in (0.0, 5.0):
+        case = Case(
+            **tensors(1, 1, 300, 300, 2, 2, 8),
+            layout=BlockLayout.from_pattern(pattern, 300, block_size=16),
+            is_causal=True,
+        )
+        case.k[:, 150:] += change
+        case.v[:, 150:] += change
+        placement = Placement.zigzag(300, 4, block_size=16)
+        outs.append(Call(case, (placement, placement), pattern, {"placement": placement}).run(ranks)[0][0])
+    assert torch.equal(outs[0][:, :150], outs[1][:, :150])
+    assert not torch.equal(outs[0][:, 150:], outs[1][:, 150:])
+
+
+@pytest.mark.parametrize("pattern", [Full(), PerHead((Full(), Full(), Full(), SlidingWindow(20, 20)))])
+def test_at_most_two_receive_buffers(ranks, pattern):
+    """Three steps forward and three backward; the keys of two of them exist at a time."""
+    q = torch.randn(1, 64, 4, 8, requires_grad=True)
+    for most, steps in ranks.run(4, work.most_buffers, q, pattern):
+        assert most == 2
+        assert steps == 6

@@ -1,0 +1,141 @@
+"""Dilated attention over a ring equals the definition in one process, gradients included; no key too many is sent."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dilated_attention_pytorch import Placement, dilated_attention
+from dilated_attention_pytorch.patterns import Branches
+from tests.distributed import work
+from tests.distributed.processes import ByRank
+
+NAMES = ("out", "lse", "dq", "dk", "dv")
+
+
+def expected(q, k, v, do, dlse, options):
+    torch.manual_seed(0)
+    q, k, v = (x.clone().requires_grad_() for x in (q, k, v))
+    out, lse = dilated_attention(q, k, v, return_lse=True, backend="reference", **options)
+    finite = torch.where(lse == -torch.inf, 0.0, lse)
+    return [out.detach(), finite.detach(), *torch.autograd.grad((out, finite), (q, k, v), (do, dlse))]
+
+
+def run(ranks, placements, tensors, options, over):
+    """out, lse, dq, dk, dv of the whole, and the bytes that each rank sent forward."""
+    q, k, v, do, dlse = tensors
+    padding = options.get("key_padding_mask")
+    size = placements[0].world_size
+    own = [
+        [torch.cat([torch.arange(run.start, run.stop) for run in place.tokens(rank)]) for place in placements]
+        for rank in range(size)
+    ]
+    shards = ByRank(
+        (q[:, a], k[:, b], v[:, b], do[:, a], dlse[:, :, a], None if padding is None else padding[:, b]) for a, b in own
+    )
+    rest = {name: value for name, value in options.items() if name != "key_padding_mask"}
+    got = ranks.run(size, work.attend_dilated, shards, {**rest, **over})
+    whole = [torch.full_like(x, torch.nan) for x in (q, dlse, q, k, v)]
+    for (a, b), (results, _) in zip(own, got, strict=True):
+        for name, target, x in zip(NAMES, whole, results, strict=True):
+            if name == "lse":
+                target[:, :, a] = x
+            else:
+                target[:, b if name in ("dk", "dv") else a] = x
+    return whole, [sent for _, sent in got]
+
+
+def tensors(seed, batch, seq_q, seq_k, heads, heads_kv, dim):
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    q, do = (normal(batch, seq_q, heads, dim) for _ in range(2))
+    k, v = (normal(batch, seq_k, heads_kv, dim) for _ in range(2))
+    return q, k, v, do, normal(batch, heads, seq_q)
+
+
+def assert_exact(ranks, placements, given, options, over=None):
+    want = expected(*given, options)
+    got, sent = run(ranks, placements, given, options, over or {})
+    for name, mine, right in zip(NAMES, got, want, strict=True):
+        error = float((mine - right).abs().max())
+        assert error <= 1e-10, f"{name} is off by {error:.3g}"
+    return sent
+
+
+@st.composite
+def calls(draw):
+    size, block = draw(st.integers(2, 4)), draw(st.sampled_from([16, 32]))
+    kind = draw(st.sampled_from(["lengths", "contiguous", "zigzag", "cross"]))
+    seq_k = draw(st.integers((size - 1) * block + 1, 260))
+    seq_q = draw(st.integers((size - 1) * block + 1, 260)) if kind == "cross" else seq_k
+
+    def of_lengths(seq):
+        cuts = draw(st.sets(st.integers(1, (seq - 1) // block), min_size=size - 1, max_size=size - 1))
+        edges = [0, *(cut * block for cut in sorted(cuts)), seq]
+        return Placement.of_lengths([b - a for a, b in itertools.pairwise(edges)], block_size=block)
+
+    over = {}
+    if kind in ("lengths", "cross"):
+        place_k = of_lengths(seq_k)
+        placements = (of_lengths(seq_q) if kind == "cross" else place_k, place_k)
+    else:
+        placement = getattr(Placement, kind)(seq_k, size, block_size=block)
+        placements, over = (placement, placement), {"placement": placement}
+    heads_kv = draw(st.integers(1, 2))
+    heads, batch = heads_kv * draw(st.integers(1, 2)), draw(st.integers(1, 2))
+    num = draw(st.integers(1, 3))
+    length = st.sampled_from([16, 32, 64, 128, 256]) | st.integers(1, 300)
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    options = {
+        "segment_lengths": [draw(length) for _ in range(num)],
+        "dilation_rates": [draw(st.sampled_from([1, 2, 3, 4, 8])) for _ in range(num)],
+        "is_causal": draw(st.booleans()),
+        "head_offsets": draw(st.sampled_from(["interleaved", "grouped"])),
+        "detach_branch_weights": draw(st.booleans()),
+        "dropout_p": draw(st.sampled_from([0.0, 0.3])),
+    }
+    if draw(st.booleans()):
+        options["key_padding_mask"] = torch.rand(batch, seq_k, generator=generator) < 0.2
+    return placements, tensors(draw(st.integers(0, 2**31)), batch, seq_q, seq_k, heads, heads_kv, 4), options, over
+
+
+@settings(max_examples=30, suppress_health_check=list(HealthCheck))
+@given(call=calls())
+def test_any_call(ranks, call):
+    placements, given, options, over = call
+    assert_exact(ranks, placements, given, options, over)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_longnet(ranks, size, is_causal):
+    """Each key that a head's queries count is sent once, in blocks of 16 of a class, and no other."""
+    seq, heads, heads_kv, dim = 768, 4, 2, 4
+    branches = Branches((64, 128, 512), (1, 2, 4))
+    options = {"segment_lengths": (64, 128, 512), "dilation_rates": (1, 2, 4), "is_causal": is_causal}
+    placement = Placement.contiguous(seq, size, block_size=64)
+    sent = assert_exact(ranks, (placement, placement), tensors(0, 1, seq, seq, heads, heads_kv, dim), options)
+    owner = [next(r for r in range(size) if t // 64 in placement.blocks(r)) for t in range(seq)]
+    needed = set()
+    for head in range(heads):
+        for w, r, offset in branches.of_head(head, heads):
+            for start in range(0, seq, w):
+                kept = [t for t in range(start, min(start + w, seq)) if (t - start) % r == offset]
+                for key in kept:
+                    askers = {owner[query] for query in kept if query >= key or not is_causal} - {owner[key]}
+                    needed |= {(asker, key, head * heads_kv // heads) for asker in askers}
+    # A block is 16 tokens of a class modulo 4: all of them travel together.
+    needed = {(asker, (key // 64, key % 4, lane), head) for asker, key, head in needed for lane in range(16)}
+    one = 2 * dim * 8  # key and value
+    for rank in range(size):
+        of_rank = [item for item in needed if owner[item[1][0] * 64] == rank]
+        assert sent[rank] == one * len(of_rank)
+
+
+def test_refused(ranks):
+    ranks.run(2, work.refused_branches)

@@ -1,0 +1,163 @@
+"""What the processes of the tests run: importable by them, quick to load."""
+
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from dilated_attention_pytorch import SlidingWindow
+from dilated_attention_pytorch.distributed import (
+    Placement,
+    count_traffic,
+    plan,
+    ring,
+    ring_block_sparse_attention,
+    ring_dilated_attention,
+    shard_sequence,
+    unshard_sequence,
+)
+from dilated_attention_pytorch.memory import measure_peak
+from dilated_attention_pytorch.patterns import Branches
+
+
+def attend(group, shards, pattern, options, seed=0):
+    """out, lse (0 for −inf), dq, dk, dv of this rank, which lse are −inf, and the bytes sent forward and backward."""
+    q, k, v, do, dlse, masks = shards
+    q, k, v = (x.clone().requires_grad_() for x in (q, k, v))
+    torch.manual_seed(seed + 7 * dist.get_rank(group))
+    with count_traffic() as forward:
+        out, lse = ring_block_sparse_attention(q, k, v, pattern, group=group, return_lse=True, **masks, **options)
+    empty = lse == -torch.inf
+    with count_traffic() as backward:
+        finite = torch.where(empty, 0.0, lse)
+        grads = torch.autograd.grad((out, finite), (q, k, v), (do, dlse.to(lse.dtype)))
+    return [out.detach(), finite.detach(), *grads], empty, (forward.bytes, backward.bytes)
+
+
+def unshard(group, whole, placement, weight, dim):
+    """The shard, the whole again, and the gradient of the sum over ranks of (whole · weight of the rank)."""
+    shard = shard_sequence(whole, placement, group=group, dim=dim).clone().requires_grad_()
+    again = unshard_sequence(shard, placement, group=group, dim=dim)
+    return shard.detach(), again.detach(), torch.autograd.grad((again * weight).sum(), shard)[0]
+
+
+def bad_shards(group):
+    x, placement = torch.zeros(1, 64, 2), Placement.contiguous(64, 2, block_size=16)
+    with pytest.raises(ValueError, match="x must have the placement's 64 tokens in dim 0, got"):
+        shard_sequence(x, placement, group=group, dim=0)
+    with pytest.raises(ValueError, match="x must have this rank's 32 tokens in dim 1, got"):
+        unshard_sequence(x, placement, group=group)
+    with pytest.raises(ValueError, match="placement is for 4 ranks, but the group has 2"):
+        shard_sequence(x, Placement.contiguous(64, 4, block_size=16), group=group)
+    with pytest.raises(TypeError, match="placement must be a Placement, got str"):
+        shard_sequence(x, "contiguous", group=group)
+
+
+def call(group, what):
+    """The shape of the result of a call whose tensors are made here: after it each rank did all that it had to."""
+    q = torch.randn(what["shape"], dtype=what["dtype"], requires_grad=what["learn"])
+    k = torch.randn(*what["shape"][:2], what["heads_kv"], what["shape"][-1], dtype=what["dtype"])
+    out = ring_block_sparse_attention(q, k, k, what["pattern"], group=group, **what["options"])
+    if what["learn"]:
+        out.sum().backward()
+        assert q.grad.isfinite().all()
+    return tuple(out.shape)
+
+
+def num_plans(group, forget=False):
+    plans = plan._plans[group]
+    number = len(plans)
+    if forget:
+        plans.clear()
+    return number
+
+
+def wrong_groups(group):
+    q = torch.zeros(1, 16, 1, 8)
+    for wrong in (None, "world"):
+        with pytest.raises(TypeError, match="group must be a process group or a DeviceMesh"):
+            ring_block_sparse_attention(q, q, q, SlidingWindow(1, 1), group=wrong)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "sequence"))
+    ring_block_sparse_attention(q, q, q, SlidingWindow(1, 1), group=mesh)
+
+
+def attend_dilated(group, shards, options, seed=0):
+    """out, lse (0 for −inf), dq, dk, dv of this rank, and the bytes sent forward."""
+    q, k, v, do, dlse, padding = shards
+    q, k, v = (x.clone().requires_grad_() for x in (q, k, v))
+    torch.manual_seed(seed + 7 * dist.get_rank(group))
+    with count_traffic() as forward:
+        out, lse = ring_dilated_attention(q, k, v, group=group, return_lse=True, key_padding_mask=padding, **options)
+    finite = torch.where(lse == -torch.inf, 0.0, lse)
+    return [out.detach(), finite.detach(), *torch.autograd.grad((out, finite), (q, k, v), (do, dlse))], forward.bytes
+
+
+def refused_branches(group):
+    q = torch.zeros(1, 32, 2, 8)
+    with pytest.raises(TypeError, match="must not be one of dilated attention"):
+        ring_block_sparse_attention(q, q, q, Branches((16,), (1,)), group=group)
+    with pytest.raises(ValueError, match="segment_lengths and dilation_rates must have the same"):
+        ring_dilated_attention(q, q, q, segment_lengths=[16], dilation_rates=[1, 2], group=group)
+
+
+def attend_dilated_counted(group, shards, options):
+    """The bytes that this rank sends forward and backward."""
+    q, k, v, *_ = shards
+    q, k, v = (x.clone().requires_grad_() for x in (q, k, v))
+    with count_traffic() as forward:
+        out = ring_dilated_attention(q, k, v, group=group, **options)
+    with count_traffic() as backward:
+        out.sum().backward()
+    return None, None, (forward.bytes, backward.bytes)
+
+
+def peak(group, tokens, pattern):
+    """Bytes above the shards at the peak of a forward and backward."""
+    size = dist.get_world_size(group)
+    q, k, v = (torch.randn(1, tokens // size, 4, 32, requires_grad=True) for _ in range(3))
+    do = torch.randn(1, tokens // size, 4, 32)
+    with measure_peak() as measured:
+        ring_block_sparse_attention(q, k, v, pattern, group=group).backward(do)
+    return measured.peak_bytes
+
+
+def most_buffers(group, q, pattern):
+    """The most steps whose received keys exist at a time, forward and backward, and how many steps there were."""
+    alive, most, begun = [], 0, ring.exchange
+
+    def watched(where, what, *, send=None, receive=None, **options):
+        nonlocal most
+        if what == "the exchange of keys and values" and receive is not None:
+            alive.append(weakref.ref(receive[1][0]))
+            most = max(most, sum(each() is not None for each in alive))
+        return begun(where, what, send=send, receive=receive, **options)
+
+    ring.exchange = watched
+    try:
+        ring_block_sparse_attention(q, q, q, pattern, group=group).sum().backward()
+    finally:
+        ring.exchange = begun
+    return most, len(alive)
+
+
+def shard_of(tensors, placement, rank):
+    q, k, v, do, dlse = tensors
+    own = torch.cat([torch.arange(run.start, run.stop) for run in placement.tokens(rank)])
+    return q[:, own], k[:, own], v[:, own], do[:, own], dlse[:, :, own]
+
+
+def attend_on_gpu(group, shards, options, device="cuda"):
+    """out, lse, dq, dk, dv of this rank, computed on the GPU that the ranks share."""
+    q, k, v, do, dlse = (x.to(device) for x in shards)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    torch.manual_seed(0)
+    options = {**options, "group": group, "return_lse": True}
+    pattern = options.pop("pattern", None)
+    if pattern is None:
+        out, lse = ring_dilated_attention(*leaves, **options)
+    else:
+        out, lse = ring_block_sparse_attention(*leaves, pattern, **options)
+    grads = torch.autograd.grad((out, lse), leaves, (do, dlse.to(lse.dtype)))
+    return [x.detach().cpu() for x in (out, lse, *grads)]
