@@ -1,10 +1,12 @@
 """The blocks of dilated attention count every pair as often as the branches do."""
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dilated_attention_pytorch import Branches
+from dilated_attention_pytorch.layout import branches as module
 from dilated_attention_pytorch.layout import layout_of_branches
 from tests.strategies import branches, lengths
 
@@ -59,3 +61,32 @@ def test_moves_and_flattens():
     assert again.uneven == layout.uneven
     first, second = type(layout).unflatten_all([*tensors, *layout.flatten()[0]], [*sizes, *layout.flatten()[1]])
     assert torch.equal(second.to_dense(), first.to_dense())
+
+
+@given(st.data())
+@settings(max_examples=30)
+def test_density_and_chunks(data):
+    """Pairs that count at all ÷ all pairs; the same layout however few candidates are looked at together."""
+    seq_q, seq_k = data.draw(lengths(60))
+    options = {"num_heads": 3, "is_causal": data.draw(st.booleans()), "block_size": 16}
+    options["classes"] = data.draw(st.sampled_from([1, 2, 6]))
+    which = data.draw(branches(60))
+    layout = layout_of_branches(which, seq_q, seq_k, **options)
+    assert abs(layout.density - float((layout.to_dense() > 0).double().mean())) < 1e-12
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "CHUNK", 8)
+        for got, want in zip(
+            layout_of_branches(which, seq_q, seq_k, **options).flatten()[0], layout.flatten()[0], strict=True
+        ):
+            assert torch.equal(got, want)
+
+
+def test_causal_is_asked_for_when_it_is_built():
+    with pytest.raises(ValueError, match="layout_of_branches\\(is_causal=True\\)"):
+        _ = layout_of_branches(Branches((8, 32), (1, 2)), 64, num_heads=2).causal
+
+
+@pytest.mark.parametrize("options", [{"block_size": 0}, {"classes": 0}])
+def test_bad_sizes(options):
+    with pytest.raises(ValueError, match=r"block_size|classes"):
+        layout_of_branches(Branches((8,), (1,)), 64, num_heads=1, **options)

@@ -189,6 +189,7 @@ def test_autocast():
         ({"dilation_rates": [1.5]}, TypeError, "every dilation rate must be an int, got 1.5"),
         ({"segment_lengths": 8}, TypeError, "must be sequences of ints, got 8"),
         ({"head_offsets": "random"}, ValueError, "head_offsets must be one of .* got 'random'"),
+        ({"head_offsets": ["grouped"]}, ValueError, "head_offsets must be one of"),
         ({"detach_branch_weights": 1}, TypeError, "detach_branch_weights must be True or False, got 1"),
         ({"dropout_p": 1.0}, ValueError, "dropout_p must be in"),
         ({"key_padding_mask": torch.zeros(1, 3, dtype=torch.bool)}, ValueError, "key_padding_mask must have shape"),
@@ -207,3 +208,21 @@ def test_block_sparse_attention_refuses_branches():
     for what in (Branches([8], [1]), layout_of_branches(Branches([8], [1]), 60, num_heads=4)):
         with pytest.raises(TypeError, match="call dilated_attention"):
             block_sparse_attention(q, k, v, what)
+
+
+def test_queries_before_the_first_key_see_nothing():
+    """Also where everything else is dense, and PyTorch's own kernel could be asked."""
+    q, k, v = inputs(seq=4, seq_q=10)
+    out = dilated_attention(q, k, v, segment_lengths=[64], dilation_rates=[1])
+    want = dilated_attention(q, k, v, segment_lengths=[64], dilation_rates=[1], backend="reference")
+    torch.testing.assert_close(out, want)
+    assert (out[:, :6] == 0).all()
+
+
+@pytest.mark.parametrize("backend", ["reference", "blockwise"])
+def test_detached_keeps_the_dtype(backend):
+    q, k, v = (x.bfloat16().requires_grad_() for x in inputs())
+    options = {"segment_lengths": [8, 16], "dilation_rates": [1, 2], "detach_branch_weights": True}
+    out = dilated_attention(q, k, v, **options, backend=backend)
+    assert out.dtype == torch.bfloat16
+    assert {x.dtype for x in torch.autograd.grad(out.sum(), (q, k, v))} == {torch.bfloat16}

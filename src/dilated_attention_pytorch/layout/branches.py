@@ -31,6 +31,7 @@ from .rules import moved
 
 BLOCK_SIZES = (128, 64)
 MAX_CLASSES = 512
+CHUNK = 1 << 21  # candidates of blocks at a time
 
 
 def layout_of_branches(
@@ -53,10 +54,11 @@ def layout_of_branches(
     """
     seq_k = seq_q if seq_k is None else seq_k
     check_int("num_heads", num_heads, least=1)
+    check_sizes(seq_q, seq_k, BLOCK_SIZES[0] if block_size is None else block_size)
+    if classes is not None:
+        check_int("classes", classes, least=1)
     if block_size is None or classes is None:
         block_size, classes = cheapest_blocks(branches, max(seq_q, seq_k), block_size, classes)
-    check_int("classes", classes, least=1)
-    check_sizes(seq_q, seq_k, block_size)
     device = torch.device("cpu" if device is None else device)
     heads = [_clipped(branches.of_head(head, num_heads)) for head in range(num_heads)]
     heads = heads[:1] if len(set(heads)) == 1 else heads
@@ -66,7 +68,8 @@ def layout_of_branches(
     lists = {head: _find_blocks(head, rows, keys, is_causal) for head in dict.fromkeys(heads)}
     by_query = BlockList.concat(lists[head] for head in heads)
     interval = EVERYTHING & Interval(right=0) if is_causal else EVERYTHING
-    dense = all(w >= seq_k and r == 1 for w, r, _ in heads[0]) and len(branches) == 1 and queries is None
+    alone = len(branches) == 1 and all(w >= seq_k and r == 1 for w, r, _ in heads[0])
+    dense = alone and queries is None and seq_q <= seq_k  # queries before the first key see nothing
     layout = BlockLayout(
         seq_q=len(asked),
         seq_k=seq_k,
@@ -190,11 +193,24 @@ class _Side:
 
 def _find_blocks(head: tuple[tuple[int, int, int], ...], queries: _Side, keys: _Side, is_causal: bool) -> BlockList:
     """The list of one head: blocks in which some pair may count, and how often if all count alike."""
+    # A block that reaches into many segments meets the same block of keys in each of them: a run of rows at a time.
+    block = queries.block * queries.classes
+    candidates = sum(
+        (block // w + 2) * (w // block + 2) * queries.classes // math.gcd(r, queries.classes) for w, r, _ in head
+    )
+    rows = torch.arange(queries.num_blocks, device=queries.device).split(max(1, CHUNK // candidates))
+    return BlockList.concat(_of_rows(run, head, queries, keys, is_causal) for run in rows)
+
+
+def _of_rows(
+    rows: Tensor, head: tuple[tuple[int, int, int], ...], queries: _Side, keys: _Side, is_causal: bool
+) -> BlockList:
+    """The lists of neighbouring query blocks."""
     found, uniform = [], []
     for segment, dilation, offset in head:
         if offset >= segment:
             continue  # the head keeps no token of any segment
-        query_block, key_block, alike = _of_branch(segment, dilation, offset, queries, keys)
+        query_block, key_block, alike = _of_branch(rows, segment, dilation, offset, queries, keys)
         found.append(query_block * keys.num_blocks + key_block)
         uniform.append(alike)
     none = torch.zeros(0, dtype=torch.int64, device=queries.device)
@@ -209,19 +225,20 @@ def _find_blocks(head: tuple[tuple[int, int, int], ...], queries: _Side, keys: _
         seen = keys.first[key_block] <= queries.last[query_block]
         partial |= keys.last[key_block] > queries.first[query_block]
         query_block, key_block, partial, times = (x[seen] for x in (query_block, key_block, partial, times))
-    return BlockList.pack(query_block, key_block, partial, times, queries.num_blocks)
+    return BlockList.pack(query_block - rows[0], key_block, partial, times, len(rows))
 
 
-def _of_branch(segment: int, dilation: int, offset: int, queries: _Side, keys: _Side) -> tuple[Tensor, Tensor, Tensor]:
+def _of_branch(
+    rows: Tensor, segment: int, dilation: int, offset: int, queries: _Side, keys: _Side
+) -> tuple[Tensor, Tensor, Tensor]:
     """Pairs of blocks that share a segment and a phase, and whether the branch keeps every token of both."""
     device, classes = queries.device, queries.classes
     shared = math.gcd(dilation, classes)
     # Every segment that a query block reaches into,
-    low, high = queries.first.clamp(min=0) // segment, queries.last // segment
-    there = (queries.last >= 0) & (queries.first <= queries.last)
-    query_block, at = ragged(
-        torch.arange(queries.num_blocks, device=device), low, torch.where(there, high - low + 1, 0)
-    )
+    first, last = queries.first[rows], queries.last[rows]
+    low, high = first.clamp(min=0) // segment, last // segment
+    there = (last >= 0) & (first <= last)
+    query_block, at = ragged(rows, low, torch.where(there, high - low + 1, 0))
     phase = (at * segment + offset) % shared
     start = at * segment
     kept = ((queries.residue[query_block] + queries.shift) % shared == phase) & (start + offset < keys.seq)

@@ -17,15 +17,22 @@ if TYPE_CHECKING:
 
 # Partial blocks counted at a time.
 _CHUNK = 1 << 14
+# Pairs of them, where pairs must be counted one by one.
+_CELLS = 1 << 24
 
 
 def num_pairs(layout: BlockLayout) -> int:
     """Allowed (query, key) pairs, over all lists of the layout, counted exactly."""
     _, query_block, key_block, rule = layout.entries()
-    rows = (layout.seq_q - query_block.long() * layout.block_q).clamp(max=layout.block_q)
+    rows = (layout.queries_of(torch.arange(layout.num_q_blocks, device=layout.device)) < layout.seq_q).sum(1)
     full = rule < 0
-    total = int(rows[full].sum()) * layout.block_k
+    total = int(rows[query_block[full]].sum()) * layout.block_k
     partial = (~full).nonzero()[:, 0]
+    if layout.dilated:
+        for chunk in partial.split(max(1, _CELLS // (layout.block_q * layout.block_k))):
+            real = layout.queries_of(query_block[chunk]) < layout.seq_q
+            total += int(((layout.cells(chunk) > 0) & real[:, :, None]).sum())
+        return total
     for chunk in partial.split(_CHUNK):
         total += _partial_pairs(layout, query_block[chunk], key_block[chunk], rule[chunk])
     return total

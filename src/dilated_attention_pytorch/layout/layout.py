@@ -287,6 +287,8 @@ class BlockLayout:
         """This layout without the pairs in which the key comes after the query. Made once; in a graph, part of it."""
         if self.kind == "causal":
             return self
+        if self.dilated:
+            raise ValueError("a layout of branches is made causal when it is built: layout_of_branches(is_causal=True)")
         return self._remembered("causal", self._make_causal)
 
     def _make_causal(self) -> BlockLayout:
@@ -439,16 +441,16 @@ class BlockLayout:
         mask[which, query_block, key_block] = True
         return mask.reshape(*self._list_shape, self.num_q_blocks, self.num_k_blocks)
 
-    def cells(self) -> Tensor:
-        """[entries, block_q, block_k] of the blocks of `entries`: bool, whether a pair is allowed.
+    def cells(self, chosen: Tensor | slice = slice(None)) -> Tensor:
+        """[entries, block_q, block_k] of the chosen blocks of `entries`: bool, whether a pair is allowed.
 
         For dilated attention how often it counts, int32.
         """
-        which, query_block, key_block, rule = self.entries()
+        which, query_block, key_block, rule = (x[chosen] for x in self.entries())
         full = (rule < 0)[:, None, None]
         if not self.dilated:
             return self.token_mask(query_block, key_block, rule.clamp(min=0)) | full
-        times = self.by_query.rule_ids[: len(rule), None, None]
+        times = self.by_query.rule_ids[: self.num_active_blocks][chosen][:, None, None]
         times = torch.where(times > 0, times, self.times_held(which, query_block, key_block))
         return torch.where(full | self.token_mask(query_block, key_block, torch.zeros_like(rule)), times, 0)
 

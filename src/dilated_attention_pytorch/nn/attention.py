@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Sequence
-from functools import partial
+from functools import lru_cache, partial
 from math import ceil
 from typing import Any
 
@@ -16,7 +17,7 @@ from ..ops import BlockSparseWeights, attention_with_weights, block_sparse_atten
 from ..ops.checks import check_dropout, check_scale
 from ..ops.choose import check_backend
 from ..patterns import Causal, Pattern, SlidingWindow, SparsePatternConfig
-from ..patterns.base import check_flag
+from ..patterns.base import check_flag, numbered
 from ..patterns.blocks import ceil_div, check_branches
 from ..patterns.config import DEFAULT_DILATION_RATES, DEFAULT_SEGMENT_LENGTHS
 from .pooled import POOL_FIELDS, Pooled, split_pool_options
@@ -80,8 +81,8 @@ class BlockSparseAttention(Ringed, Pooled, nn.Module):
         pattern = self.pattern(is_causal)
         if self.opening == 0.0:
             return pattern
-        window = ceil(self.opening * OPENINGS) * ceil_div(seq_k, OPENINGS)
-        return pattern | SlidingWindow(window, 0 if is_causal else window)
+        window = ceil(self.opening * OPENINGS) * ceil_div(operator.index(seq_k), OPENINGS)
+        return _opened(pattern.number, window, is_causal)
 
     def forward(
         self,
@@ -215,6 +216,20 @@ class BlockSparseHierarchical(BlockSparseRingDilatedAttention):
 
 
 BlockSparseRingDilatedAttentionV2 = BlockSparseRingDilatedAttention
+
+
+def _opened(number: int, window: int, is_causal: bool) -> Pattern:
+    """A pattern with a window, the same object every time."""
+    return _remembered(numbered(number), window, is_causal)
+
+
+@lru_cache
+def _remembered(pattern: Pattern, window: int, is_causal: bool) -> Pattern:
+    return pattern | SlidingWindow(window, 0 if is_causal else window)
+
+
+# What torch.compiler.assume_constant_result does, without importing torch's whole compiler with this package.
+_opened._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def one_config(sparse_config: SparsePatternConfig | None, pattern_fields: dict[str, Any]) -> SparsePatternConfig:

@@ -54,6 +54,9 @@ class DilatedAttention(Ringed, Pooled, nn.Module):
         **pool_options: Any,
     ) -> None:
         super().__init__()
+        unknown = sorted(set(pool_options) - set(POOL_FIELDS))
+        if unknown:
+            raise TypeError(f"unknown keyword {unknown[0]!r}; beside its signature the class takes {list(POOL_FIELDS)}")
         self.set_buffers(**pool_options)
         self.set_ring(ring_group)
         if (segment_lengths is None) != (dilation_rates is None):

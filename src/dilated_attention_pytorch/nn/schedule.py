@@ -11,7 +11,9 @@ from ..patterns.blocks import check_ratio
 
 
 class SparsitySchedule:
-    """Takes every attention of a model from dense (opening 1) to its own sparsity (opening 0).
+    """Takes every block-sparse attention of a model from dense (opening 1) to its own sparsity (opening 0).
+
+    Dilated attention has no such scale: it stays as it is.
 
     An adaptive module keeps that much more of what it would leave out; a module with a pattern also sees a window of
     that share of the sequence.
@@ -37,7 +39,10 @@ class SparsitySchedule:
             check_ratio("kept_floor", kept_floor)
         self.modules = [module for module in model.modules() if hasattr(module, "opening")]
         if not self.modules:
-            raise ValueError(f"model must hold an attention module of this library, got {type(model).__name__}")
+            raise ValueError(
+                "model must hold a block-sparse attention module (dilated attention cannot be opened), "
+                f"got {type(model).__name__}"
+            )
         self.steps, self.dense_steps, self.kept_floor = steps, dense_steps, kept_floor
         self.taken, self.closed = 0, 0
         self._apply()

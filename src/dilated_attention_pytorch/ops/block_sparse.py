@@ -115,7 +115,7 @@ def with_constant_shares(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Te
     lse = torch.logsumexp(torch.stack([lse for _, lse in parts]), dim=0)
     shares = [torch.exp(part_lse - torch.where(lse == -torch.inf, 0.0, lse)).detach() for _, part_lse in parts]
     mixed = [part * share.transpose(1, 2)[..., None] for (part, _), share in zip(parts, shares, strict=True)]
-    return torch.stack(mixed).sum(0), lse
+    return torch.stack(mixed).sum(0).to(parts[0][0].dtype), lse
 
 
 def _refuse_forward_mode(*tensors: Tensor) -> None:
@@ -202,13 +202,14 @@ def _backward(
     if not parts:
         return chosen.backward(do, dlse, q, k, v, out, lse, whole, extras)
     # With the lse of the whole, the weights of a part are its own times its share of the row: a constant.
-    dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    dtype = compute_dtype(q.dtype)
+    dq, dk, dv = (torch.zeros_like(x, dtype=dtype, memory_format=torch.contiguous_format) for x in (q, k, v))
     for part in parts:
         part_out, _ = chosen.forward(q, k, v, part, extras)
         more = chosen.backward(do, dlse, q, k, v, part_out, lse, part, extras)
         for total, x in zip((dq, dk, dv), more, strict=True):
             total += x
-    return dq, dk, dv
+    return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
 
 
 @_backward.register_fake

@@ -11,6 +11,7 @@ from torch import Tensor
 from ..patterns import Branches
 from ..patterns.base import check_flag
 from ..patterns.blocks import check_branches
+from ..patterns.branches import check_head_offsets
 from .block_sparse import attend
 from .checks import resolve_layout
 from .choose import check_backend, check_call, leave_autocast
@@ -56,6 +57,7 @@ def dilated_attention(
     check_backend(backend)
     check_flag("detach_branch_weights", detach_branch_weights)
     check_branches(segment_lengths, dilation_rates)
+    check_head_offsets(head_offsets)
     branches, alone = _branches_of(tuple(segment_lengths), tuple(dilation_rates), head_offsets)
     with autocast_off:
         layout, extras = check_call(q, k, v, branches, is_causal, scale, dropout_p, key_padding_mask, None, return_lse)

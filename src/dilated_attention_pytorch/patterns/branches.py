@@ -32,8 +32,7 @@ class Branches(Numbered):
         check_branches(self.segment_lengths, self.dilation_rates)
         object.__setattr__(self, "segment_lengths", tuple(self.segment_lengths))
         object.__setattr__(self, "dilation_rates", tuple(self.dilation_rates))
-        if self.head_offsets not in HEAD_OFFSETS:
-            raise ValueError(f"head_offsets must be one of {list(HEAD_OFFSETS)}, got {self.head_offsets!r}")
+        check_head_offsets(self.head_offsets)
 
     def __len__(self) -> int:
         return len(self.segment_lengths)
@@ -59,3 +58,8 @@ class Branches(Numbered):
             query // w == key // w and query % w % r == key % w % r == offset
             for w, r, offset in self.of_head(head, num_heads)
         )
+
+
+def check_head_offsets(head_offsets: object) -> None:
+    if not isinstance(head_offsets, str) or head_offsets not in HEAD_OFFSETS:
+        raise ValueError(f"head_offsets must be one of {list(HEAD_OFFSETS)}, got {head_offsets!r}")
