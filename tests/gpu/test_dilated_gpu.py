@@ -8,7 +8,7 @@ import torch
 from dilated_attention_pytorch import Branches, dilated_attention
 from dilated_attention_pytorch.testing import Case, assert_exact
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 EVEN = Branches((512, 1024, 2048), (1, 2, 4))
 UNEVEN = Branches((300, 1024, 4096), (2, 6, 12))
