@@ -231,6 +231,7 @@ def test_the_gpu_figures_in_the_docs_are_those_of_the_record(tmp_path):
     root = BENCHMARKS.parent
     record = json.loads((BENCHMARKS / "results" / "gpu.json").read_text(encoding="utf-8"))
     page = (root / "docs" / "performance.md").read_text(encoding="utf-8").partition("## GPU")[2]
+    page, _, dilated = page.partition("## Dilated attention")
     lines = [
         [cell.strip() for cell in line.strip("| ").split("|")] for line in page.splitlines() if line.startswith("| ")
     ]
@@ -254,6 +255,11 @@ def test_the_gpu_figures_in_the_docs_are_those_of_the_record(tmp_path):
         name, _, block = layout.removesuffix(" (16K, our kernel)").partition(", blocks of ")
         cut = [number.replace(" (autotuned)", "").replace("–", "") for number in numbers]
         assert cut == made[name, head_dim, int(block or 128), density]
+    for row in json.loads((BENCHMARKS / "results" / "dilated.json").read_text(encoding="utf-8"))["rows"]:
+        cells = [f"{row['tokens']:,}", str(row["head_dim"]), "yes" if row["causal"] else "no"]
+        for way in ("forward", "backward"):
+            cells += [f"{row[way]['tflops']:.0f}", f"{row[way]['ratio']:.2f}"]
+        assert f"| {' | '.join(cells)} | {row['step']['ratio']:.2f} | " in dilated
     command = [sys.executable, BENCHMARKS / "gpu_report.py", tmp_path / "gpu.json"]
     (tmp_path / "gpu.json").write_text(json.dumps(record), encoding="utf-8")
     done = subprocess.run(command, capture_output=True, text=True, check=True)

@@ -19,7 +19,12 @@ def load(name):
 
 
 def test_every_example_is_here():
-    assert {path.stem for path in (ROOT / "examples").glob("*.py")} == {"perplexity", "distill_gate", "recall"}
+    assert {path.stem for path in (ROOT / "examples").glob("*.py")} == {
+        "perplexity",
+        "distill_gate",
+        "recall",
+        "train_ring",  # tests/distributed/test_example.py runs it
+    }
 
 
 def test_recall(monkeypatch, tmp_path, capsys):
