@@ -49,7 +49,7 @@ PICTURE_TOKENS, TEXT_TOKENS = 2048, 1024
 HEADS, HEAD_DIM = 8, 64
 
 # (tokens, tokens of the dense run, most steps of a model that learns)
-LONG, QUICK = (65536, 8192, 360), (4096, 1024, 3)
+LONG, QUICK = (65536, 8192, 300), (4096, 1024, 3)
 RECALL = recall.Study(seq=128, segment=8, batch=32)
 
 CHECKED: dict[str, Pattern] = {
