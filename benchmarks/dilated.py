@@ -238,7 +238,7 @@ def main() -> int:
     out = args.out or HERE / "results" / ("dilated.json" if device == "cuda" else "dilated_cpu.json")
     record: dict[str, Any] = {
         "environment": environment(),
-        "command": " ".join(["python benchmarks/dilated.py", *sys.argv[1:]]),
+        "command": f"python benchmarks/dilated.py --device {device}" + (f" --only {args.only}" if args.only else ""),
     }
     if args.commit:
         record["environment"]["commit"] = args.commit

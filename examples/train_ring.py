@@ -1,7 +1,7 @@
 """Train a small LongNet language model on a sequence split over ranks; any number of ranks resumes a checkpoint.
 
-    torchrun --nproc-per-node 4 examples/train_ring.py --steps 20 --checkpoints /tmp/ring
-    torchrun --nproc-per-node 2 --max-restarts 3 examples/train_ring.py --steps 40 --checkpoints /tmp/ring
+    torchrun --nproc-per-node 4 examples/train_ring.py --steps 20 --checkpoints ring_checkpoints
+    torchrun --nproc-per-node 2 --max-restarts 3 examples/train_ring.py --steps 40 --checkpoints ring_checkpoints
     torchrun --nproc-per-node 2 examples/train_ring.py --check
 
 Each rank holds its tokens and a copy of the parameters; attention fetches the keys that its tokens need from the ranks

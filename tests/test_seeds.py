@@ -1,8 +1,7 @@
 """Every Python block of the seed documents runs verbatim, and what it made is right.
 
 The blocks of a document run in one namespace, in order: the public names of the package, and the tensors and sizes
-that the text leaves to the reader. A bare expression at the end of a block is kept as `_`. A block that needs names of
-a later issue stands in `LATER`: it must fail until that issue brings them, and is then checked like the others.
+that the text leaves to the reader. A bare expression at the end of a block is kept as `_`.
 """
 
 import ast
@@ -32,11 +31,6 @@ from tests import dense
 SEEDS = sorted((Path(__file__).parent / "data" / "seeds").glob("*.txt"))
 NUM_BLOCKS = {"000": 9, "001": 6, "002": 9, "003": 0, "004": 4}
 FENCE = re.compile(r"^( *)```python\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
-
-# Which issue brings what the block needs, and the name that is missing until then. None is left.
-LATER: dict[tuple[str, int], tuple[str, str]] = {}
-
-MISSING = (ImportError, NameError, AttributeError, NotImplementedError)
 
 BATCH, SEQ, HEADS, DIM = 1, 600, 12, 64  # the last of five blocks of 128 is cut
 
@@ -82,11 +76,10 @@ def run(source, namespace):
 
 
 def after(document, index):
-    """The namespace after this block and all before it that can run yet."""
+    """The namespace after this block and all before it."""
     namespace = supplied(document)
     for i in range(index + 1):
-        if i == index or (document, i) not in LATER:
-            run(SNIPPETS[document, i], namespace)
+        run(SNIPPETS[document, i], namespace)
     return namespace
 
 
@@ -378,32 +371,10 @@ def test_every_block_of_every_document_is_found():
         assert set(languages) <= {"python"}, "code in another language would be skipped"
 
 
-def test_every_block_is_checked_or_listed_for_later():
-    assert not CHECKS.keys() & LATER.keys()
-    assert CHECKS.keys() | LATER.keys() == SNIPPETS.keys()
+def test_every_block_is_checked():
+    assert CHECKS.keys() == SNIPPETS.keys()
 
 
 @pytest.mark.parametrize(("document", "index"), CHECKS)
 def test_block(document, index):
     CHECKS[document, index](after(document, index))
-
-
-@pytest.mark.parametrize(
-    ("document", "index", "missing"),
-    [
-        pytest.param(
-            *block,
-            missing,
-            marks=pytest.mark.xfail(strict=True, raises=MISSING, reason=title),
-        )
-        for block, (title, missing) in LATER.items()
-    ],
-)
-def test_block_of_a_later_issue(document, index, missing):
-    """Fails for want of that name; for want of another one it would be a mistake of this file."""
-    try:
-        after(document, index)
-    except MISSING as error:
-        if not re.search(rf"\b{missing}\b", str(error)):
-            raise RuntimeError(f"expected {missing} to be missing") from error
-        raise

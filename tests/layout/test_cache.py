@@ -6,7 +6,6 @@ import multiprocessing
 import pickle
 import threading
 import warnings
-from importlib.util import find_spec
 
 import pytest
 import torch
@@ -271,7 +270,6 @@ def test_a_pattern_that_cannot_be_built_writes_nothing(tmp_path):
     assert len(cache) == 0
 
 
-@pytest.mark.skipif(find_spec("safetensors") is None, reason="needs safetensors")
 def test_files_are_safetensors(tmp_path):
     from safetensors.torch import load_file
 

@@ -145,7 +145,7 @@ class TestMultihead:
     @pytest.mark.parametrize("options", [{}, {"kdim": EMBED, "vdim": 14}], ids=str)
     @pytest.mark.parametrize("norm", [False, True])
     def test_branches_between_projections(self, norm, options):
-        module = multihead(num_kv_heads=2, layer_norm=norm, layer_norm_eps=0.1, **options)
+        module = multihead(num_kv_heads=2, layer_norm=norm, layer_norm_eps=0.1 if norm else None, **options)
         if norm:
             nn.init.normal_(module.layer_norm.weight)
         tensors = inputs()
@@ -219,6 +219,9 @@ class TestMultihead:
             ({"num_heads": 5}, ValueError, "embed_dim must be a multiple of num_heads, got 24 and 5"),
             ({"num_kv_heads": 3}, ValueError, "num_heads must be a multiple of num_kv_heads, got 4 and 3"),
             ({"gamma_init": 0.0}, ValueError, "gamma_init must be a positive number or None, got 0.0"),
+            ({"gamma_init": True}, ValueError, "gamma_init must be a positive number or None, got True"),
+            ({"gamma_init": math.inf}, ValueError, "gamma_init must be a positive number or None, got inf"),
+            ({"layer_norm_eps": 0.1}, ValueError, "layer_norm_eps has no meaning without layer_norm=True, got 0.1"),
             ({"layer_norm": 1}, TypeError, "layer_norm must be True or False, got 1"),
             ({"sparsity_ratio": 0.1}, TypeError, "sparsity_ratio"),
         ],

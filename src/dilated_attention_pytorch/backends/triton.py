@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..layout import BlockLayout
+from ..patterns.base import constant_in_graphs
 from .base import Extras, Request
 from .dropout import as_table
 
@@ -43,12 +44,9 @@ def can_run(request: Request) -> tuple[bool, str]:
     return True, "one kernel over the active blocks, forward and backward"
 
 
+@constant_in_graphs
 def _major(index: int | None) -> int:
     return torch.cuda.get_device_capability(index)[0]
-
-
-# What torch.compiler.assume_constant_result does, without importing torch's whole compiler with this package.
-_major._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, extras: Extras) -> tuple[Tensor, Tensor]:

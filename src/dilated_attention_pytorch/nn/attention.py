@@ -17,10 +17,10 @@ from ..ops import BlockSparseWeights, attention_with_weights, block_sparse_atten
 from ..ops.checks import check_dropout, check_scale
 from ..ops.choose import check_backend
 from ..patterns import Causal, Pattern, SlidingWindow, SparsePatternConfig
-from ..patterns.base import check_flag, numbered
+from ..patterns.base import check_flag, constant_in_graphs, numbered
 from ..patterns.blocks import ceil_div, check_branches
 from ..patterns.config import DEFAULT_DILATION_RATES, DEFAULT_SEGMENT_LENGTHS
-from .pooled import POOL_FIELDS, Pooled, split_pool_options
+from .pooled import POOL_FIELDS, Pooled, only_pool_options, split_pool_options
 from .ringed import Ringed
 
 # Windows that a schedule may open, between none and everything: each is a layout of its own.
@@ -59,7 +59,7 @@ class BlockSparseAttention(Ringed, Pooled, nn.Module):
         **pool_options: Any,
     ) -> None:
         super().__init__()
-        self.set_buffers(**pool_options)
+        self.set_buffers(**only_pool_options(pool_options))
         self.set_ring(ring_group)
         if not isinstance(pattern, Pattern):
             raise TypeError(f"pattern must be a Pattern, got {type(pattern).__name__}")
@@ -201,9 +201,7 @@ class BlockSparseHierarchical(BlockSparseRingDilatedAttention):
         ring_group: Group | None = None,
         **pool_options: Any,
     ) -> None:
-        unknown = sorted(set(pool_options) - set(POOL_FIELDS))
-        if unknown:
-            raise TypeError(f"unknown keyword {unknown[0]!r}; beside its signature the class takes {list(POOL_FIELDS)}")
+        only_pool_options(pool_options)
         super().__init__(
             sparse_config=SparsePatternConfig(pattern_type="hierarchical", levels=levels, block_size=block_size),
             scale=scale,
@@ -218,6 +216,7 @@ class BlockSparseHierarchical(BlockSparseRingDilatedAttention):
 BlockSparseRingDilatedAttentionV2 = BlockSparseRingDilatedAttention
 
 
+@constant_in_graphs
 def _opened(number: int, window: int, is_causal: bool) -> Pattern:
     """A pattern with a window, the same object every time."""
     return _remembered(numbered(number), window, is_causal)
@@ -226,10 +225,6 @@ def _opened(number: int, window: int, is_causal: bool) -> Pattern:
 @lru_cache
 def _remembered(pattern: Pattern, window: int, is_causal: bool) -> Pattern:
     return pattern | SlidingWindow(window, 0 if is_causal else window)
-
-
-# What torch.compiler.assume_constant_result does, without importing torch's whole compiler with this package.
-_opened._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def one_config(sparse_config: SparsePatternConfig | None, pattern_fields: dict[str, Any]) -> SparsePatternConfig:

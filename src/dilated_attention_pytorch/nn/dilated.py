@@ -20,7 +20,7 @@ from ..patterns import Branches
 from ..patterns.base import check_flag
 from ..patterns.config import DEFAULT_DILATION_RATES, DEFAULT_SEGMENT_LENGTHS
 from .attention import one_dropout
-from .pooled import POOL_FIELDS, Pooled
+from .pooled import POOL_FIELDS, Pooled, only_pool_options
 from .ringed import Ringed
 
 
@@ -54,10 +54,7 @@ class DilatedAttention(Ringed, Pooled, nn.Module):
         **pool_options: Any,
     ) -> None:
         super().__init__()
-        unknown = sorted(set(pool_options) - set(POOL_FIELDS))
-        if unknown:
-            raise TypeError(f"unknown keyword {unknown[0]!r}; beside its signature the class takes {list(POOL_FIELDS)}")
-        self.set_buffers(**pool_options)
+        self.set_buffers(**only_pool_options(pool_options))
         self.set_ring(ring_group)
         if (segment_lengths is None) != (dilation_rates is None):
             raise ValueError(

@@ -41,7 +41,7 @@ class Multihead(nn.Module):
         vdim: int | None = None,
         batch_first: bool = True,
         layer_norm: bool = False,
-        layer_norm_eps: float = 1e-5,
+        layer_norm_eps: float | None = None,
         gamma_init: float | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -62,8 +62,12 @@ class Multihead(nn.Module):
             raise ValueError(f"num_heads must be a multiple of num_kv_heads, got {num_heads} and {self.num_kv_heads}")
         self.head_dim = embed_dim // num_heads
         check_flag("layer_norm", layer_norm)
-        if gamma_init is not None and not (isinstance(gamma_init, int | float) and gamma_init > 0):
-            raise ValueError(f"gamma_init must be a positive number or None, got {gamma_init!r}")
+        for name, value in (("gamma_init", gamma_init), ("layer_norm_eps", layer_norm_eps)):
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if value is not None and not (number and 0 < value < math.inf):
+                raise ValueError(f"{name} must be a positive number or None, got {value!r}")
+        if layer_norm_eps is not None and not layer_norm:
+            raise ValueError(f"layer_norm_eps has no meaning without layer_norm=True, got {layer_norm_eps}")
         self.gamma_init = gamma_init
         self.attention = attention
         for name in ("memory_pool", "buffer_manager"):
@@ -80,7 +84,7 @@ class Multihead(nn.Module):
             self.k_proj_weight = nn.Parameter(torch.empty(widths[1], self.kdim, **options))
             self.v_proj_weight = nn.Parameter(torch.empty(widths[2], self.vdim, **options))
         self.in_proj_bias = nn.Parameter(torch.empty(sum(widths), **options)) if bias else None
-        self.layer_norm = nn.LayerNorm(embed_dim, eps=layer_norm_eps, **options) if layer_norm else None
+        self.layer_norm = nn.LayerNorm(embed_dim, eps=layer_norm_eps or 1e-5, **options) if layer_norm else None
         self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias, **options)
         self.reset_parameters()
 
@@ -273,7 +277,7 @@ class MultiheadDilatedAttention(Multihead):
         segment_lengths, dilation_rates, head_offsets, detach_branch_weights, scale, dropout, attention_dropout,
             backend, ring_group and the options of the memory pool: as in `DilatedAttention`.
         num_kv_heads, bias, kdim, vdim, batch_first: as in `BlockSparseRingMultiheadDilatedAttention`.
-        layer_norm, layer_norm_eps: MAGNETO's layer norm before the output projection; off by default.
+        layer_norm, layer_norm_eps: MAGNETO's layer norm before the output projection; off by default, 1e-5.
         gamma_init: start as MAGNETO does, values and output scaled by this; see `magneto_gammas`. By default the
             parameters start as those of `nn.MultiheadAttention` do.
     """
@@ -295,7 +299,7 @@ class MultiheadDilatedAttention(Multihead):
         vdim: int | None = None,
         batch_first: bool = True,
         layer_norm: bool = False,
-        layer_norm_eps: float = 1e-5,
+        layer_norm_eps: float | None = None,
         gamma_init: float | None = None,
         scale: float | None = None,
         dropout: float | None = None,

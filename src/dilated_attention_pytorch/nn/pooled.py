@@ -87,6 +87,14 @@ class Pooled:
         return self._source.get_buffer_stats()
 
 
+def only_pool_options(options: dict[str, Any]) -> dict[str, Any]:
+    """The same, if they are keywords of `Pooled.set_buffers`."""
+    unknown = sorted(set(options) - set(POOL_FIELDS))
+    if unknown:
+        raise TypeError(f"unknown keyword {unknown[0]!r}; beside its signature the class takes {list(POOL_FIELDS)}")
+    return options
+
+
 def split_pool_options(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The keywords of `Pooled.set_buffers`, and the others."""
     pool = {name: value for name, value in options.items() if name in POOL_FIELDS}

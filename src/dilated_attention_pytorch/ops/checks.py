@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..layout import BlockLayout, layout_for, layout_for_branches
 from ..patterns import Branches, Causal, Pattern, PerHead, SparsePatternConfig
-from ..patterns.base import numbered
+from ..patterns.base import constant_in_graphs, numbered
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 DEFAULT_BLOCK_SIZE = 128
@@ -147,6 +147,7 @@ def _remembered(
     return layout_for(pattern, seq_q, seq_k, block_size, device)
 
 
+@constant_in_graphs
 def _as_constants(
     number: int, is_causal: bool, seq_q: int, seq_k: int, heads: int, device: torch.device
 ) -> tuple[list[Tensor], list[int], str | None]:
@@ -154,7 +155,3 @@ def _as_constants(
     layout = _remembered(numbered(number), is_causal, seq_q, seq_k, heads, device)
     walked = device.type == "cuda" and layout.kind is None
     return *layout.flatten(ordered=walked, by_key=walked), layout.kind
-
-
-# What torch.compiler.assume_constant_result does, without importing torch's whole compiler with this package.
-_as_constants._dynamo_marked_constant = True  # type: ignore[attr-defined]

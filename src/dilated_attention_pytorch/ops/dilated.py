@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from ..patterns import Branches
-from ..patterns.base import check_flag
+from ..patterns.base import check_flag, constant_in_graphs
 from ..patterns.blocks import check_branches
 from ..patterns.branches import check_head_offsets
 from .block_sparse import attend
@@ -71,6 +71,7 @@ def dilated_attention(
     return out, lse
 
 
+@constant_in_graphs
 def _branches_of(segment_lengths: tuple[int, ...], dilation_rates: tuple[int, ...], head_offsets: str) -> Any:
     """All branches, and each alone; the same objects every time."""
     return _remembered(segment_lengths, dilation_rates, head_offsets)
@@ -80,7 +81,3 @@ def _branches_of(segment_lengths: tuple[int, ...], dilation_rates: tuple[int, ..
 def _remembered(segment_lengths: tuple[int, ...], dilation_rates: tuple[int, ...], head_offsets: str) -> Any:
     branches = Branches(segment_lengths, dilation_rates, head_offsets)
     return branches, branches.alone()
-
-
-# What torch.compiler.assume_constant_result does, without importing torch's whole compiler with this package.
-_branches_of._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn, Self, TypeVar
 from weakref import WeakValueDictionary
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 _numbers = count()
 _living: WeakValueDictionary[int, Numbered] = WeakValueDictionary()
@@ -26,6 +28,15 @@ class Numbered:
 
     def __getstate__(self) -> dict[str, object]:
         return {name: value for name, value in self.__dict__.items() if name != "number"}
+
+
+def constant_in_graphs(function: F) -> F:
+    """torch.compile then calls it while it traces, and takes what comes back for a constant.
+
+    This is what torch.compiler.assume_constant_result does, without importing torch's whole compiler.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
 
 
 def numbered(number: int) -> Any:
