@@ -25,7 +25,8 @@ from ..patterns.blocks import ceil_div
 from ..patterns.branches import Branches
 from ..patterns.tokens import EVERYTHING, Interval
 from .build import ragged
-from .layout import MAX_SEQUENCE, NO_DOCUMENTS, BlockLayout, check_sizes
+from .checks import MAX_SEQUENCE, check_sizes
+from .layout import NO_DOCUMENTS, BlockLayout
 from .lists import BlockList
 from .rules import moved
 

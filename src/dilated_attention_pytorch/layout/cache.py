@@ -31,7 +31,9 @@ from torch import Tensor
 from ..patterns import Branches, Pattern
 from ..patterns.base import check_int
 from .branches import layout_of_branches
-from .layout import BlockLayout, BlockList, _check
+from .checks import check_layout
+from .layout import BlockLayout
+from .lists import BlockList
 
 CAPACITY = 100
 
@@ -320,7 +322,7 @@ def _parsed(content: bytes, key: Key) -> BlockLayout:
         tensors = [_tensor_of(header[name], data) for name in sorted(header)]
         sizes, kind = json.loads(about["sizes"]), about["kind"] or None
         layout = BlockLayout.unflatten(tensors, sizes)
-        _check(layout)
+        check_layout(layout)
     except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
         raise _UnreadableError(f"it is no layout ({error})") from error
     return BlockLayout.unflatten(tensors, sizes, kind)

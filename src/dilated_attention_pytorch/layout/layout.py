@@ -13,14 +13,12 @@ from torch import Tensor
 
 from ..patterns import Pattern, PerHead
 from ..patterns.base import check_int
-from ..patterns.blocks import ceil_div, check_block_size
-from ..patterns.tokens import EVERYTHING, UNBOUNDED, Interval
+from ..patterns.blocks import ceil_div
+from ..patterns.tokens import EVERYTHING, Interval
 from . import build, cost
+from .checks import block_pair, check_layout, check_sizes
 from .lists import BlockList
 from .rules import NOTHING, document_bounds, key_bounds, moved, num_tokens
-
-# Positions and their sums with `patterns.tokens.UNBOUNDED` stay inside int32.
-MAX_SEQUENCE = 2**30
 
 # Entries that one sort of `by_key` takes on a CPU.
 _SORTED_AT_ONCE = 1 << 20
@@ -73,7 +71,7 @@ class BlockLayout:
 
     def __post_init__(self, checked: bool) -> None:
         if not checked:
-            _check(self)
+            check_layout(self)
         # How many blocks are active differs from layout to layout: torch.compile must not build that into a graph.
         # (This is what torch._dynamo.maybe_mark_dynamic does, without the import.)
         if not torch.compiler.is_compiling():
@@ -188,7 +186,7 @@ class BlockLayout:
         if 0 in mask.shape:
             raise ValueError(f"mask must not be empty, got shape {list(mask.shape)}")
         num_q, num_k = mask.shape[-2:]
-        block_q, block_k = _block_pair(block_size)
+        block_q, block_k = block_pair(block_size)
         seq_q = num_q * block_q if seq_q is None else seq_q
         seq_k = num_k * block_k if seq_k is None else seq_k
         check_sizes(seq_q, seq_k, block_size)
@@ -580,87 +578,3 @@ def _tokens(blocks: Tensor, block: int, seq: int) -> Tensor:
     """The tokens of these blocks, in order."""
     tokens = (blocks[:, None] * block + torch.arange(block, device=blocks.device)).flatten()
     return tokens[: num_tokens(blocks, block, seq)]
-
-
-def _block_pair(block_size: int | Sequence[int]) -> tuple[int, int]:
-    pair = tuple(block_size) if isinstance(block_size, Sequence) else (block_size, block_size)
-    if len(pair) != 2:
-        raise ValueError(f"block_size must be an int or a pair (block_q, block_k), got {block_size!r}")
-    for size in pair:
-        check_block_size("block_size", size)
-    return pair
-
-
-def check_sizes(seq_q: int, seq_k: int, block_size: int | tuple[int, int]) -> tuple[tuple[int, int], tuple[int, int]]:
-    for name, seq in (("seq_q", seq_q), ("seq_k", seq_k)):
-        check_int(name, seq, least=1)
-        if seq >= MAX_SEQUENCE:
-            raise ValueError(f"{name} must be below {MAX_SEQUENCE}, got {seq}")
-    return (seq_q, seq_k), _block_pair(block_size)
-
-
-def _check(layout: BlockLayout) -> None:
-    """Refuse lists that are not a layout, before a kernel follows them out of bounds."""
-    lengths, _ = check_sizes(layout.seq_q, layout.seq_k, layout.blocks)
-    if layout.kind is not None:
-        raise ValueError(f"kind is found by from_pattern and from_block_mask and cannot be given, got {layout.kind!r}")
-    if layout.classes != 1 or layout.dilated:
-        raise ValueError("classes and branches are made by layout_of_branches and cannot be given")
-    if not isinstance(layout.by_query, BlockList):
-        raise TypeError(f"by_query must be a BlockList, got {type(layout.by_query).__name__}")
-    for name in ("num_heads", "batch_size"):
-        if getattr(layout, name) is not None:
-            check_int(name, getattr(layout, name), least=1)
-    lists, rules, documents = layout.by_query, layout.rules, layout.documents
-    tensors = {"offsets": lists.offsets, "splits": lists.splits, "indices": lists.indices, "rule_ids": lists.rule_ids}
-    num_rows = layout.num_lists * layout.num_q_blocks
-    for name, tensor in {**tensors, "rules": rules, "documents": documents}.items():
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
-        if tensor.dtype != torch.int32:
-            raise TypeError(f"{name} must be int32, got {tensor.dtype}")
-        if not tensor.is_contiguous():
-            raise ValueError(f"{name} must be contiguous, as kernels read it, got strides {list(tensor.stride())}")
-        if tensor.device != layout.device:
-            raise ValueError(f"{name} must be on the device of indices, {layout.device}, got {tensor.device}")
-    shapes = {"offsets": (num_rows + 1,), "splits": (num_rows,), "indices": (len(lists.indices),)}
-    for name, shape in shapes.items():
-        if tensors[name].shape != shape:
-            raise ValueError(f"{name} must have shape {list(shape)}, got {list(tensors[name].shape)}")
-    if rules.ndim != 3 or not rules.numel() or rules.shape[2] != len(EVERYTHING):
-        raise ValueError(f"rules must have shape [rules, intervals, {len(EVERYTHING)}], got {list(rules.shape)}")
-    if (rules.long().abs() > UNBOUNDED).any():
-        raise ValueError(f"rules must hold values between {-UNBOUNDED} and {UNBOUNDED}, got {int(rules.abs().max())}")
-    if documents.shape not in ((2, 0), (2, lengths[0])):
-        raise ValueError(f"documents must have shape [2, seq_q = {lengths[0]}] or [2, 0], got {list(documents.shape)}")
-    if lists.rule_ids.ndim != 1:
-        raise ValueError(f"rule_ids must have one dimension, got shape {list(lists.rule_ids.shape)}")
-    if len(lists.rule_ids) != len(lists.indices) and not (lists.rule_ids.numel() == 0 and len(rules) == 1):
-        raise ValueError(
-            f"rule_ids must name a rule for each of {len(lists.indices)} blocks, got {len(lists.rule_ids)}"
-        )
-    edges = torch.stack((lists.offsets[:-1], lists.splits, lists.offsets[1:]))
-    if lists.offsets[0] != 0 or (edges.long().diff(dim=0) < 0).any() or lists.offsets[-1] > len(lists.indices):
-        raise ValueError(
-            f"offsets and splits must ascend from 0 to at most {len(lists.indices)}, the number of indices"
-        )
-    _, _, key_block, _ = layout.entries()
-    if ((key_block < 0) | (key_block >= layout.num_k_blocks)).any():
-        raise ValueError(
-            f"indices must be key blocks from 0 to {layout.num_k_blocks - 1}, got "
-            f"{int(key_block.min())} to {int(key_block.max())}"
-        )
-    wrong = lists.rule_ids[(lists.rule_ids < 0) | (lists.rule_ids >= len(rules))]
-    if len(wrong):
-        raise ValueError(f"rule_ids must be rules from 0 to {len(rules) - 1}, got {int(wrong[0])}")
-    used = len(key_block)
-    row = lists.row_of_entry()[:used]
-    partial = lists.is_partial(lists.row_of_entry())[:used]
-    same_run = (row[1:] == row[:-1]) & (partial[1:] == partial[:-1])
-    if (same_run & (key_block[1:] <= key_block[:-1])).any():
-        raise ValueError("indices must ascend in every row, full blocks first and then partial ones, none twice")
-    key = (row.long() * layout.num_k_blocks + key_block).sort().values
-    if (key[1:] == key[:-1]).any():
-        raise ValueError("indices must name a block of a row once, as full or as partial")
-    if (~partial & ((key_block + 1) * layout.block_k > layout.seq_k)).any():
-        raise ValueError(f"a key block that reaches beyond seq_k = {layout.seq_k} must be partial")

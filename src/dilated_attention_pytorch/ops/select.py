@@ -21,7 +21,8 @@ from torch import Tensor
 from ..backends.base import aligned_queries
 from ..layout import BlockLayout, BlockList
 from ..layout.build import Span
-from ..layout.layout import NO_DOCUMENTS, _block_pair
+from ..layout.checks import block_pair
+from ..layout.layout import NO_DOCUMENTS
 from ..patterns.base import check_flag, check_int
 from ..patterns.blocks import check_ratio
 from ..patterns.tokens import EVERYTHING, Interval
@@ -296,7 +297,7 @@ def block_masses(
     what a scorer estimates. In memory a chunk and the result, never the matrix of pairs. Differentiable.
     """
     _check(q, k, is_causal, key_padding_mask, None)
-    blocks, scorer = _block_pair(block_size), scorer_of(scorer)
+    blocks, scorer = block_pair(block_size), scorer_of(scorer)
     if scorer == SCORERS["exact"] and q.dtype in (torch.float16, torch.bfloat16):
         q, k = q.float(), k.float()
     scale = check_scale(scale, q.shape[3])
@@ -337,7 +338,7 @@ def select_blocks(
             budgets do not count masks.
     """
     _check(q, k, is_causal, key_padding_mask, document_ids)
-    blocks, scorer, scale = _block_pair(block_size), scorer_of(scorer), check_scale(scale, q.shape[3])
+    blocks, scorer, scale = block_pair(block_size), scorer_of(scorer), check_scale(scale, q.shape[3])
     check_int("sink", sink, least=0)
     check_int("local", local, least=0)
     check_flag("per_kv_head", per_kv_head)
