@@ -9,18 +9,17 @@ import triton.language as tl
 
 from .common import (
     count_tiles,
-    counted,
     kept,
     list_of,
     load_rows,
     load_tile,
     load_work,
-    log_times,
     padded,
     pairs_allowed,
     store_rows,
     tile_at,
     token_at,
+    weighed,
 )
 from .forward import LOG2E, VARYING, weights_of
 
@@ -101,15 +100,10 @@ def dq_kernel(
             scores = tl.dot(queries, keys.T, input_precision=PRECISION)
             if FLIP:
                 scores = -scores
-            raised = 0.0
-            if DILATED:
-                times = tl.load(rule_ids + entry)
-                raised = log_times(times, NATURAL)
-                if MASKED and DILATED == 2:
-                    scores = counted(
-                        scores, times, query[:, None], key[None, :], which_list, branches, num_branches, seq_q, seq_k,
-                        scale, NATURAL,
-                    )  # fmt: skip
+            scores, raised = weighed(
+                scores, entry, query[:, None], key[None, :], which_list, rule_ids, branches, num_branches, seq_q, seq_k,
+                scale, MASKED, DILATED, NATURAL,
+            )  # fmt: skip
             weights = weights_of(scores * scale - (row_lse - raised)[:, None], NATURAL)
             if MASKED or PADDING or DOCUMENT_IDS:
                 seen = pairs_allowed(
@@ -185,15 +179,10 @@ def dkv_kernel(
                 scores = tl.dot(keys, queries.T, input_precision=PRECISION)
                 if FLIP:
                     scores = -scores
-                raised = 0.0
-                if DILATED:
-                    times = tl.load(rule_ids + entry)
-                    raised = log_times(times, NATURAL)
-                    if MASKED and DILATED == 2:
-                        scores = counted(
-                            scores, times, query[None, :], key[:, None], which_list, branches, num_branches,
-                            seq_q, seq_k, scale, NATURAL,
-                        )  # fmt: skip
+                scores, raised = weighed(
+                    scores, entry, query[None, :], key[:, None], which_list, rule_ids, branches, num_branches,
+                    seq_q, seq_k, scale, MASKED, DILATED, NATURAL,
+                )  # fmt: skip
                 weights = weights_of(scores * scale - (row_lse - raised)[None, :], NATURAL)
                 if MASKED or PADDING or DOCUMENT_IDS:
                     seen = pairs_allowed(

@@ -173,6 +173,21 @@ def log_times(times, NATURAL: tl.constexpr):
 
 
 @triton.jit
+def weighed(
+    scores, entry, query, key, which, rule_ids, branches, num_branches, seq_q, seq_k, scale,
+    MASKED: tl.constexpr, DILATED: tl.constexpr, NATURAL: tl.constexpr,
+):  # fmt: skip
+    """The scores of a tile, raised where its pairs count differently, and the log of how often all of them count."""
+    raised = 0.0
+    if DILATED:
+        times = tl.load(rule_ids + entry)
+        raised = log_times(times, NATURAL)
+        if MASKED and DILATED == 2:
+            scores = counted(scores, times, query, key, which, branches, num_branches, seq_q, seq_k, scale, NATURAL)
+    return scores, raised
+
+
+@triton.jit
 def mix32(x):
     """`patterns.blocks.mix32` on uint32."""
     x = (x ^ (x >> 16)) * 0x045D9F3B

@@ -5,17 +5,16 @@ import triton.language as tl
 
 from .common import (
     count_tiles,
-    counted,
     kept,
     list_of,
     load_rows,
     load_tile,
     load_work,
-    log_times,
     pairs_allowed,
     store_rows,
     tile_at,
     token_at,
+    weighed,
 )
 
 # Lengths, counts and rates change from call to call: no new kernel for a new value of them.
@@ -93,15 +92,10 @@ def forward_kernel(
                     MASKED, GATHERED, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS,
                 )  # fmt: skip
                 scores = tl.where(seen, scores, float("-inf"))
-            raised = 0.0
-            if DILATED:
-                times = tl.load(rule_ids + entry)
-                raised = log_times(times, NATURAL)
-                if MASKED and DILATED == 2:
-                    scores = counted(
-                        scores, times, query[:, None], key[None, :], which_list, branches, num_branches, seq_q, seq_k,
-                        scale, NATURAL,
-                    )  # fmt: skip
+            scores, raised = weighed(
+                scores, entry, query[:, None], key[None, :], which_list, rule_ids, branches, num_branches, seq_q, seq_k,
+                scale, MASKED, DILATED, NATURAL,
+            )  # fmt: skip
             new_top = tl.maximum(top, tl.max(scores, 1) * scale)
             base = new_top
             if MASKED or PADDING or DOCUMENT_IDS:  # a row may have seen nothing so far
