@@ -185,7 +185,11 @@ def with_header(content, change):
 
 
 def set_meta(name, value):
-    return lambda header: header["__metadata__"].__setitem__(name, value)
+    def change(header):
+        about = json.loads(header["__metadata__"]["about"])
+        header["__metadata__"]["about"] = json.dumps({**about, name: value})
+
+    return change
 
 
 DAMAGE = {
@@ -284,7 +288,7 @@ def test_the_file_by_the_book(tmp_path):
     length = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + length])
     assert length % 8 == 0
-    assert header.pop("__metadata__")["format"] == "dilated-attention-layout"
+    assert json.loads(header.pop("__metadata__")["about"])["format"] == "dilated-attention-layout"
     end = 0
     for (_, entry), want in zip(sorted(header.items()), layout_of(WINDOW).flatten()[0], strict=True):
         start, stop = entry["data_offsets"]

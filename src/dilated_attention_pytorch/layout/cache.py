@@ -11,7 +11,6 @@ that is cut off, foreign, changed or of another version is ignored with one warn
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import json
 import os
@@ -20,7 +19,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from functools import partial
-from math import prod
+from importlib.util import find_spec
 from pathlib import Path
 from threading import RLock
 from typing import Any
@@ -56,7 +55,7 @@ class PersistentPatternCache:
     Args:
         max_size: most entries kept in memory.
         max_bytes: most bytes kept in memory, lists made later (by key, for backward) included; None is no bound.
-        directory: where to keep layouts on disk; made if it is not there. None keeps none.
+        directory: where to keep layouts on disk; made if it is not there. None keeps none. It needs safetensors.
         cache_after: requests of a pattern from which on it is kept; 2 keeps what is used again.
     """
 
@@ -75,6 +74,8 @@ class PersistentPatternCache:
         self.max_size, self.max_bytes, self.cache_after = max_size, max_bytes, cache_after
         self.directory = None if directory is None else Path(directory).expanduser()
         if self.directory is not None:
+            if find_spec("safetensors") is None:
+                raise ImportError("directory needs safetensors: pip install safetensors")
             self.directory.mkdir(parents=True, exist_ok=True)
         self._reset()
 
@@ -273,67 +274,51 @@ def _tensors(layout: BlockLayout) -> list[Tensor]:
 
 
 def _written(layout: BlockLayout, key: Key) -> bytes:
-    """The layout as a file in the safetensors format: the length of a JSON header, the header, the tensors."""
+    """The layout as a safetensors file."""
+    from safetensors.torch import save
+
     tensors, sizes = layout.flatten()
-    data = b"".join(_bytes_of(tensor) for tensor in tensors)
-    header: dict[str, Any] = {
-        "__metadata__": {
-            "format": FORMAT,
-            "version": str(VERSION),
-            "key": digest_of(key),
-            "sizes": json.dumps(sizes),
-            "kind": layout.kind or "",
-            "digest": hashlib.sha256(data).hexdigest(),
-        }
+    named = {f"{i:03}": tensor.cpu() for i, tensor in enumerate(tensors)}
+    about = {
+        "format": FORMAT,
+        "version": str(VERSION),
+        "key": digest_of(key),
+        "sizes": json.dumps(sizes),
+        "kind": layout.kind or "",
+        "digest": hashlib.sha256(_split(save(named))[1]).hexdigest(),
     }
-    start = 0
-    for i, tensor in enumerate(tensors):
-        stop = start + tensor.nbytes
-        header[f"{i:03}"] = {"dtype": "I32", "shape": list(tensor.shape), "data_offsets": [start, stop]}
-        start = stop
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text + data
+    return save(named, {"about": json.dumps(about)})  # one entry: it keeps no order among several
 
 
-def _bytes_of(tensor: Tensor) -> bytes:
-    here = tensor.cpu().contiguous()
-    return ctypes.string_at(here.data_ptr(), here.nbytes) if here.numel() else b""
+def _split(content: bytes) -> tuple[bytes, bytes]:
+    """Header and data of a safetensors file: the length of a JSON header, the header, the tensors."""
+    length = int.from_bytes(content[:8], "little")
+    if len(content) < 8 or length > min(LARGEST_HEADER, len(content) - 8):
+        raise _UnreadableError("it is cut off, or no safetensors file")
+    return content[8 : 8 + length], content[8 + length :]
 
 
 def _parsed(content: bytes, key: Key) -> BlockLayout:
     """The inverse of `_written`; whatever is not as it should be is named."""
-    length = int.from_bytes(content[:8], "little")
-    if len(content) < 8 or length > min(LARGEST_HEADER, len(content) - 8):
-        raise _UnreadableError("it is cut off, or no safetensors file")
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
+    header, data = _split(content)
     try:
-        header = json.loads(content[8 : 8 + length])
-        about = header.pop("__metadata__")
+        about = json.loads(json.loads(header)["__metadata__"]["about"])
         name, version = about["format"], int(about["version"])
         if name != FORMAT:
             raise _UnreadableError(f"it holds {name!r} and no layout")
         if version != VERSION:
             raise _UnreadableError(f"it is of version {version}, this is version {VERSION}")
-        data = content[8 + length :]
         if about["digest"] != hashlib.sha256(data).hexdigest():
             raise _UnreadableError("its content is cut off or was changed")
         if about["key"] != digest_of(key):
             raise _UnreadableError("it is the layout of another pattern")
-        tensors = [_tensor_of(header[name], data) for name in sorted(header)]
+        tensors = [tensor for _, tensor in sorted(load(content).items())]
         sizes, kind = json.loads(about["sizes"]), about["kind"] or None
         layout = BlockLayout.unflatten(tensors, sizes)
         check_layout(layout)
-    except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
+    except (SafetensorError, ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
         raise _UnreadableError(f"it is no layout ({error})") from error
     return BlockLayout.unflatten(tensors, sizes, kind)
-
-
-def _tensor_of(entry: dict[str, Any], data: bytes) -> Tensor:
-    (start, stop), shape = entry["data_offsets"], entry["shape"]
-    fits = 0 <= start <= stop <= len(data) and all(size >= 0 for size in shape) and 4 * prod(shape) == stop - start
-    if entry["dtype"] != "I32" or not fits:
-        raise ValueError(f"a tensor of {entry}")
-    tensor = torch.empty(shape, dtype=torch.int32)
-    if tensor.numel():
-        ctypes.memmove(tensor.data_ptr(), data[start:stop], stop - start)
-    return tensor
