@@ -27,9 +27,9 @@ def test_the_peak_is_reported_and_not_the_level_at_the_end():
     with measure_peak() as peak:
         x = touched(64)
         del x
-        y = touched(32)
+        y = touched(2)  # little, so that it does not matter whether the allocator has given the first one back by then
     assert peak.peak_bytes == pytest.approx(64 * MIB, rel=0.1)
-    assert len(y) == 32 * MIB
+    assert len(y) == 2 * MIB
 
 
 @needs_linux
