@@ -98,8 +98,18 @@ def layouts(draw, seq_q, seq_k, batch, heads, heads_kv):
 
 
 @st.composite
-def cases(draw, dropout=False, most=150):
-    """A whole call in float64."""
+def shapes_of_scores(draw, heads, generator):
+    """softcap, slopes and sinks: mostly none."""
+    if draw(st.integers(0, 3)):
+        return {}
+    softcap = draw(st.sampled_from([None, 0.7, 30.0]))
+    slopes, sinks = (torch.randn(heads, generator=generator) if draw(st.booleans()) else None for _ in range(2))
+    return {"softcap": softcap, "alibi_slopes": slopes, "sinks": sinks}
+
+
+@st.composite
+def cases(draw, dropout=False, most=150, shaped=True):
+    """A whole call in float64; `shaped`: some with a cap, slopes or sinks."""
     seq_q, seq_k = draw(lengths(most))
     heads_kv = draw(st.integers(1, 3))
     heads = heads_kv * draw(st.integers(1, 3))
@@ -128,6 +138,7 @@ def cases(draw, dropout=False, most=150):
         key_padding_mask=padding,
         document_ids=ids,
         dropout_p=draw(st.sampled_from([0.0, 0.2, 0.9])) if dropout else 0.0,
+        **(draw(shapes_of_scores(heads, generator)) if shaped else {}),
     )
 
 
@@ -141,7 +152,7 @@ def branches(draw, most=150):
 
 
 @st.composite
-def dilated_cases(draw, dropout=False, most=150):
+def dilated_cases(draw, dropout=False, most=150, shaped=True):
     """Calls of `dilated_attention` in float64."""
     seq_q, seq_k = draw(lengths(most))
     heads_kv, batch = draw(st.integers(1, 3)), draw(st.integers(1, 2))
@@ -166,4 +177,5 @@ def dilated_cases(draw, dropout=False, most=150):
         key_padding_mask=padding,
         dropout_p=draw(st.sampled_from([0.0, 0.0, 0.3])) if dropout else 0.0,
         detach_branch_weights=draw(st.booleans()) and draw(st.booleans()),
+        **(draw(shapes_of_scores(heads, generator)) if shaped else {}),
     )

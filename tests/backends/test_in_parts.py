@@ -89,7 +89,7 @@ def assert_parts_are_exact(case, backend, owners_q, owners_k, tolerance):
 @settings(max_examples=100)
 @given(st.data())
 def test_parts_make_the_whole(data):
-    case = data.draw(strategies.cases(dropout=True))
+    case = data.draw(strategies.cases(dropout=True, shaped=False))
     owners_q, owners_k = (
         data.draw(st.lists(st.integers(0, 2), min_size=num, max_size=num))
         for num in (case.layout.num_q_blocks, case.layout.num_k_blocks)

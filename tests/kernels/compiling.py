@@ -117,7 +117,7 @@ def launches_of(capability, *, head_dim, dtype, block=128, heads_kv=2, everythin
     if everything:
         pattern = PerHead((SlidingWindow(9, 9) | GlobalTokens(3), Full(), Full(), Full())) & Documents((100, 412))
         padding, ids = torch.zeros(1, seq, dtype=torch.bool), torch.zeros(1, seq, dtype=torch.int64)
-        extras = Extras(-1.0, padding, ids, 0.1, torch.tensor(3))
+        extras = Extras(-1.0, padding, ids, 0.1, torch.tensor(3), 30.0, torch.ones(heads))
     layout = BlockLayout.from_pattern(pattern, seq, block_size=block)
     if segments:
         branches = Branches(segments, (1, 2))

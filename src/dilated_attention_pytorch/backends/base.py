@@ -23,6 +23,9 @@ class Extras(NamedTuple):
         document_ids: int [batch, any], equal where tokens may see each other; keys are the first seq_k of them and
             queries the last seq_q: either all seq_k, or [keys, queries] with seq_k + seq_q of them.
         dropout_p, seed: share of weights dropped, and int64 for `backends.dropout`; seed is None without dropout.
+        softcap: scores s become softcap · tanh(s / softcap); 0 leaves them as they are.
+        slopes: [heads], in the compute dtype; then a score falls by the slope of its head for each token between
+            query and key (ALiBi).
     """
 
     scale: float
@@ -30,6 +33,13 @@ class Extras(NamedTuple):
     document_ids: Tensor | None = None
     dropout_p: float = 0.0
     seed: Tensor | None = None
+    softcap: float = 0.0
+    slopes: Tensor | None = None
+
+    @property
+    def shaped(self) -> bool:
+        """Whether scores are more than scaled products."""
+        return self.softcap > 0.0 or self.slopes is not None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +54,7 @@ class Request:
     head_dim: int
     dropout: bool
     masked: bool
+    shaped: bool = False
     named: bool = False  # by the caller, not looked for
     return_lse: bool
 

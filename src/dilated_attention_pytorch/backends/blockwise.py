@@ -156,7 +156,7 @@ def _backward(call: _Call, given: tuple[Tensor, ...], grads: tuple[Tensor, Tenso
         total.masked_fill_(empty, torch.inf)  # no weight anywhere,
         delta.masked_fill_(empty, 0.0)  # and no gradient, even if an infinite one comes in
         for tile in call.tiles(unit):
-            scores = call.scores(queries, unit, tile)
+            scores = call.scores(queries, unit, tile, steepness=True)
             weights = scores.sub_(total[tile.rows, :, None]).exp_()
             tile_queries, tile_grad = queries[tile.rows], grad[tile.rows]
             gathered = call.gather(unit.values, tile)
@@ -168,6 +168,8 @@ def _backward(call: _Call, given: tuple[Tensor, ...], grads: tuple[Tensor, Tenso
             # The gathered values have served; the gradients of the same blocks take their place.
             _scatter_add(dvalues, tile, torch.bmm(dropped.mT, tile_grad, out=gathered))
             dscores = dweights.sub_(delta[tile.rows, :, None]).mul_(weights)
+            if extras.softcap:
+                dscores.mul_(call.scratch("steepness", *dscores.shape))
             scaled = {"beta": 0, "alpha": extras.scale}  # beta 0: what the buffer held does not matter
             torch.baddbmm(gathered, dscores.mT, tile_queries, **scaled, out=gathered)
             _scatter_add(dkeys, tile, gathered)
@@ -464,14 +466,27 @@ class _Call:
         torch.index_select(blocks, 0, tile.blocks.flatten(), out=picked)
         return picked.view(len(tile.blocks), -1, blocks.shape[-1])
 
-    def scores(self, queries: Tensor, unit: _Unit, tile: _Tile) -> Tensor:
-        """Scaled scores [num, M, width · block_k], −inf where a pair is not allowed."""
+    def scores(self, queries: Tensor, unit: _Unit, tile: _Tile, *, steepness: bool = False) -> Tensor:
+        """Scaled scores [num, M, width · block_k], −inf where a pair is not allowed.
+
+        Args:
+            steepness: with a cap, leave its derivative at each of them in the buffer of that name.
+        """
         layout, extras = self.layout, self.extras
         num, width = tile.blocks.shape
         keys = self.gather(unit.keys, tile)
         scores = self.scratch("scores", num, queries.shape[1], keys.shape[1])
         torch.baddbmm(scores, queries[tile.rows], keys.mT, beta=0, alpha=extras.scale, out=scores)
         cells = scores.view(num, self.stacked, layout.block_q, width, layout.block_k)
+        if extras.softcap:
+            scores.div_(extras.softcap).tanh_()
+            if steepness:
+                torch.mul(scores, scores, out=self.scratch("steepness", *scores.shape)).neg_().add_(1.0)
+            scores.mul_(extras.softcap)
+        if extras.slopes is not None:
+            position = self._queries(tile) + (layout.seq_k - layout.seq_q)
+            distance = (position[:, :, None, None] - self._keys(tile)[:, None]).abs()
+            cells.addcmul_(extras.slopes[unit.heads, None, None, None], distance[:, None].to(scores.dtype), value=-1)
         if tile.rule_ids is not None:
             partial = tile.blocks[:, tile.num_full :]
             query_block = tile.query_blocks[:, None].expand_as(partial)

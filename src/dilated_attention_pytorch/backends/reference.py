@@ -55,6 +55,12 @@ def attention(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, extras: Extr
     dtype = compute_dtype(q.dtype)
     k, v = (x.to(dtype).repeat_interleave(heads // x.shape[2], dim=2) for x in (k, v))
     scores = torch.einsum("bqhd,bkhd->bhqk", q.to(dtype) * extras.scale, k)
+    if extras.softcap:
+        scores = extras.softcap * torch.tanh(scores / extras.softcap)
+    if extras.slopes is not None:
+        key = torch.arange(layout.seq_k, device=q.device)
+        position = torch.arange(layout.seq_k - layout.seq_q, layout.seq_k, device=q.device)
+        scores = scores - extras.slopes[:, None, None] * (position[:, None] - key).abs()
     counts = counted_pairs(layout, heads, extras)
     scores = scores.masked_fill(counts == 0, -torch.inf)
     top = scores.detach().amax(dim=-1, keepdim=True)

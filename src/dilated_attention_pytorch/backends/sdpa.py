@@ -20,6 +20,7 @@ def can_run(request: Request) -> tuple[bool, str]:
         "lse was asked for": request.return_lse,
         "dropout is not reproducible there": request.dropout,
         "key_padding_mask and document_ids need a dense mask there": request.masked,
+        "softcap and alibi_slopes are unknown there": request.shaped,
         "it has a linear-memory kernel for grouped key heads in half precision on CUDA alone": (
             request.grouped and (request.device.type != "cuda" or request.dtype not in (torch.float16, torch.bfloat16))
         ),

@@ -79,4 +79,4 @@ def _call(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, extras: Extras) 
 
     if extras.seed is not None:
         extras = extras._replace(seed=as_table(extras.seed))
-    return Call(q, k, v, layout, *extras)
+    return Call(q, k, v, layout, **extras._asdict())

@@ -16,6 +16,7 @@ from .common import (
     load_work,
     padded,
     pairs_allowed,
+    shaped,
     store_rows,
     tile_at,
     token_at,
@@ -54,15 +55,15 @@ def rows_kernel(
 @triton.jit(do_not_specialize=VARYING)
 def dq_kernel(
     q, k, v, grad, lse, delta, dq,
-    indices, rule_ids, work, rules, documents, branches, padding, document_ids, seed,
+    indices, rule_ids, work, rules, documents, branches, padding, document_ids, seed, slopes,
     q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, g_b, g_s, g_h,
     heads, group, seq_q, seq_k, num_blocks, lists_a_sample, heads_a_list, num_intervals, num_branches, classes,
-    scale, scale_out, threshold, keep_scale,
+    scale, scale_out, cap, threshold, keep_scale,
     D: tl.constexpr, PADDED_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     TILE_Q: tl.constexpr, TILE_K: tl.constexpr, PACK: tl.constexpr, TMA: tl.constexpr, FLIP: tl.constexpr,
     NAMED: tl.constexpr, SINGLE: tl.constexpr, DOCUMENTS: tl.constexpr, PADDING: tl.constexpr,
-    DOCUMENT_IDS: tl.constexpr, DROPOUT: tl.constexpr, DILATED: tl.constexpr, PRECISION: tl.constexpr,
-    NATURAL: tl.constexpr,
+    DOCUMENT_IDS: tl.constexpr, DROPOUT: tl.constexpr, DILATED: tl.constexpr, SOFTCAP: tl.constexpr,
+    ALIBI: tl.constexpr, PRECISION: tl.constexpr, NATURAL: tl.constexpr,
 ):  # fmt: skip
     """dq of one tile: the walk of the forward kernel."""
     TILES: tl.constexpr = BLOCK_Q // TILE_Q
@@ -87,6 +88,11 @@ def dq_kernel(
     of_row = (sample_64 * heads + query_head) * (num_blocks * BLOCK_Q) + own
     row_lse, row_delta = tl.load(lse + of_row), tl.load(delta + of_row)
 
+    unit, slope = scale, 0.0
+    if SOFTCAP or ALIBI:
+        unit = 1.0
+    if ALIBI:
+        slope = tl.load(slopes + query_head)[:, None]
     dqueries = tl.zeros([PACK * TILE_Q, PADDED_D], tl.float32)
     num_full, masked_from, num_masked = count_tiles(start, split, stop, BLOCK_K, TILE_K)
     GATHERED: tl.constexpr = TILE_K > BLOCK_K
@@ -100,11 +106,16 @@ def dq_kernel(
             scores = tl.dot(queries, keys.T, input_precision=PRECISION)
             if FLIP:
                 scores = -scores
+            steepness = 1.0
+            if SOFTCAP or ALIBI:
+                scores, steepness = shaped(
+                    scores * scale, query[:, None], key[None, :], slope, cap, seq_q, seq_k, SOFTCAP, ALIBI
+                )  # fmt: skip
             scores, raised = weighed(
                 scores, entry, query[:, None], key[None, :], which_list, rule_ids, branches, num_branches, seq_q, seq_k,
-                scale, MASKED, DILATED, NATURAL,
+                unit, MASKED, DILATED, NATURAL,
             )  # fmt: skip
-            weights = weights_of(scores * scale - (row_lse - raised)[:, None], NATURAL)
+            weights = weights_of(scores * unit - (row_lse - raised)[:, None], NATURAL)
             if MASKED or PADDING or DOCUMENT_IDS:
                 seen = pairs_allowed(
                     query[:, None], key[None, :], entry[None, :] if GATHERED else entry, split, stop, sample,
@@ -116,7 +127,7 @@ def dq_kernel(
             if DROPOUT:
                 stays = kept(seed, sample * heads + query_head[:, None], query[:, None], key[None, :], threshold)
                 dweights = tl.where(stays, dweights * keep_scale, 0.0)
-            dscores = weights * (dweights - row_delta[:, None])
+            dscores = weights * (dweights - row_delta[:, None]) * steepness
             dqueries = tl.dot(dscores.to(keys.dtype), keys, dqueries, input_precision=PRECISION)
 
     at = ((sample_64 * seq_q + query) * heads + query_head) * D
@@ -126,15 +137,15 @@ def dq_kernel(
 @triton.jit(do_not_specialize=VARYING)
 def dkv_kernel(
     q, k, v, grad, lse, delta, dk, dv,
-    offsets, splits, indices, rule_ids, work, rules, documents, branches, padding, document_ids, seed,
+    offsets, splits, indices, rule_ids, work, rules, documents, branches, padding, document_ids, seed, slopes,
     q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, g_b, g_s, g_h,
     heads, group, seq_q, seq_k, num_blocks, lists_a_sample, heads_a_list, num_intervals, num_branches, classes,
-    scale, scale_out, threshold, keep_scale,
+    scale, scale_out, cap, threshold, keep_scale,
     D: tl.constexpr, PADDED_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     TILE_Q: tl.constexpr, TILE_K: tl.constexpr, PACK: tl.constexpr, TMA: tl.constexpr, FLIP: tl.constexpr,
     NAMED: tl.constexpr, SINGLE: tl.constexpr, DOCUMENTS: tl.constexpr, PADDING: tl.constexpr,
-    DOCUMENT_IDS: tl.constexpr, DROPOUT: tl.constexpr, DILATED: tl.constexpr, PRECISION: tl.constexpr,
-    NATURAL: tl.constexpr,
+    DOCUMENT_IDS: tl.constexpr, DROPOUT: tl.constexpr, DILATED: tl.constexpr, SOFTCAP: tl.constexpr,
+    ALIBI: tl.constexpr, PRECISION: tl.constexpr, NATURAL: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of one tile of keys: it walks the query blocks that see it, for each query head of its key head.
 
@@ -156,12 +167,18 @@ def dkv_kernel(
     keys = load_rows(k + sample_64 * k_b + key_head_64 * k_h, key, k_s, real_key, D, PADDED_D)
     values = load_rows(v + sample_64 * v_b + key_head_64 * v_h, key, v_s, real_key, D, PADDED_D)
 
+    unit = scale
+    if SOFTCAP or ALIBI:
+        unit = 1.0
     padded_q = padded(seq_q, classes, BLOCK_Q)
     dkeys = tl.zeros([TILE_K, PADDED_D], tl.float32)
     dvalues = tl.zeros([TILE_K, PADDED_D], tl.float32)
     GATHERED: tl.constexpr = TILE_Q > BLOCK_Q
     for member in range(group):
         head = key_head * group + member
+        slope = 0.0
+        if ALIBI:
+            slope = tl.load(slopes + head)
         which_list = list_of(sample, head, lists_a_sample, heads_a_list)
         row = which_list * num_blocks + block
         q_base, g_base = sample_64 * q_b + head.to(tl.int64) * q_h, sample_64 * g_b + head.to(tl.int64) * g_h
@@ -179,11 +196,16 @@ def dkv_kernel(
                 scores = tl.dot(keys, queries.T, input_precision=PRECISION)
                 if FLIP:
                     scores = -scores
+                steepness = 1.0
+                if SOFTCAP or ALIBI:
+                    scores, steepness = shaped(
+                        scores * scale, query[None, :], key[:, None], slope, cap, seq_q, seq_k, SOFTCAP, ALIBI
+                    )  # fmt: skip
                 scores, raised = weighed(
                     scores, entry, query[None, :], key[:, None], which_list, rule_ids, branches, num_branches,
-                    seq_q, seq_k, scale, MASKED, DILATED, NATURAL,
+                    seq_q, seq_k, unit, MASKED, DILATED, NATURAL,
                 )  # fmt: skip
-                weights = weights_of(scores * scale - (row_lse - raised)[None, :], NATURAL)
+                weights = weights_of(scores * unit - (row_lse - raised)[None, :], NATURAL)
                 if MASKED or PADDING or DOCUMENT_IDS:
                     seen = pairs_allowed(
                         query[None, :], key[:, None], entry[None, :] if GATHERED else entry, split, stop, sample,
@@ -198,7 +220,7 @@ def dkv_kernel(
                     dropped = tl.where(stays, weights * keep_scale, 0.0)
                     dweights = tl.where(stays, dweights * keep_scale, 0.0)
                 dvalues = tl.dot(dropped.to(grads.dtype), grads, dvalues, input_precision=PRECISION)
-                dscores = weights * (dweights - row_delta[None, :])
+                dscores = weights * (dweights - row_delta[None, :]) * steepness
                 dkeys = tl.dot(dscores.to(queries.dtype), queries, dkeys, input_precision=PRECISION)
 
     at = ((sample_64 * seq_k + key) * heads_kv + key_head) * D

@@ -188,6 +188,32 @@ def weighed(
 
 
 @triton.jit
+def tanh(x):
+    """Exact to a few units in the last place of float32, also where x is small."""
+    square = x * x
+    series = x * (1 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835)))))
+    fall = tl.exp(-2 * tl.abs(x))
+    bent = (1 - fall) / (1 + fall)
+    return tl.where(tl.abs(x) < 0.25, series, tl.where(x < 0, -bent, bent))
+
+
+@triton.jit
+def shaped(scores, query, key, slope, cap, seq_q, seq_k, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr):
+    """Scores, capped and lowered by the distance of query and key, and the steepness of the cap at each.
+
+    The scores, `slope` and `cap` are in the units of the exponent.
+    """
+    steepness = 1.0
+    if SOFTCAP:
+        bent = tanh(scores / cap)
+        scores = cap * bent
+        steepness = 1 - bent * bent
+    if ALIBI:
+        scores -= slope * tl.abs(query + (seq_k - seq_q) - key).to(tl.float32)
+    return scores, steepness
+
+
+@triton.jit
 def mix32(x):
     """`patterns.blocks.mix32` on uint32."""
     x = (x ^ (x >> 16)) * 0x045D9F3B

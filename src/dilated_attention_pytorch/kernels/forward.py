@@ -11,6 +11,7 @@ from .common import (
     load_tile,
     load_work,
     pairs_allowed,
+    shaped,
     store_rows,
     tile_at,
     token_at,
@@ -36,15 +37,15 @@ def weights_of(exponent, NATURAL: tl.constexpr):
 @triton.jit(do_not_specialize=VARYING)
 def forward_kernel(
     q, k, v, out, lse,
-    indices, rule_ids, work, rules, documents, branches, padding, document_ids, seed,
+    indices, rule_ids, work, rules, documents, branches, padding, document_ids, seed, slopes,
     q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h,
     heads, group, seq_q, seq_k, num_blocks, lists_a_sample, heads_a_list, num_intervals, num_branches, classes,
-    scale, threshold, keep_scale,
+    scale, cap, threshold, keep_scale,
     D: tl.constexpr, PADDED_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     TILE_Q: tl.constexpr, TILE_K: tl.constexpr, PACK: tl.constexpr, TMA: tl.constexpr, FLIP: tl.constexpr,
     NAMED: tl.constexpr, SINGLE: tl.constexpr, DOCUMENTS: tl.constexpr, PADDING: tl.constexpr,
-    DOCUMENT_IDS: tl.constexpr, DROPOUT: tl.constexpr, DILATED: tl.constexpr, PRECISION: tl.constexpr,
-    NATURAL: tl.constexpr,
+    DOCUMENT_IDS: tl.constexpr, DROPOUT: tl.constexpr, DILATED: tl.constexpr, SOFTCAP: tl.constexpr,
+    ALIBI: tl.constexpr, PRECISION: tl.constexpr, NATURAL: tl.constexpr,
 ):  # fmt: skip
     """out and lse of one tile: `TILE_Q` queries of `PACK` heads that share a list and a key head.
 
@@ -70,6 +71,11 @@ def forward_kernel(
     at = query.to(tl.int64) * q_s + query_head.to(tl.int64) * q_h
     queries = load_rows(q + sample_64 * q_b, at, 1, real, D, PADDED_D)
 
+    unit, slope = scale, 0.0
+    if SOFTCAP or ALIBI:  # scores are brought to their units before they are shaped
+        unit = 1.0
+    if ALIBI:
+        slope = tl.load(slopes + query_head)[:, None]
     top = tl.full([PACK * TILE_Q], float("-inf"), tl.float32)
     total = tl.zeros([PACK * TILE_Q], tl.float32)
     mixed = tl.zeros([PACK * TILE_Q, PADDED_D], tl.float32)
@@ -85,6 +91,10 @@ def forward_kernel(
             scores = tl.dot(queries, keys.T, input_precision=PRECISION)
             if FLIP:
                 scores = -scores
+            if SOFTCAP or ALIBI:
+                scores, _ = shaped(
+                    scores * scale, query[:, None], key[None, :], slope, cap, seq_q, seq_k, SOFTCAP, ALIBI
+                )  # fmt: skip
             if MASKED or PADDING or DOCUMENT_IDS:
                 seen = pairs_allowed(
                     query[:, None], key[None, :], entry[None, :] if GATHERED else entry, split, stop, sample,
@@ -94,13 +104,13 @@ def forward_kernel(
                 scores = tl.where(seen, scores, float("-inf"))
             scores, raised = weighed(
                 scores, entry, query[:, None], key[None, :], which_list, rule_ids, branches, num_branches, seq_q, seq_k,
-                scale, MASKED, DILATED, NATURAL,
+                unit, MASKED, DILATED, NATURAL,
             )  # fmt: skip
-            new_top = tl.maximum(top, tl.max(scores, 1) * scale)
+            new_top = tl.maximum(top, tl.max(scores, 1) * unit)
             base = new_top
             if MASKED or PADDING or DOCUMENT_IDS:  # a row may have seen nothing so far
                 base = tl.where(new_top == float("-inf"), 0.0, new_top)
-            weights = weights_of(scores * scale - (base - raised)[:, None], NATURAL)
+            weights = weights_of(scores * unit - (base - raised)[:, None], NATURAL)
             shrink = weights_of(top - base, NATURAL)
             total = total * shrink + tl.sum(weights, 1)
             if DROPOUT:

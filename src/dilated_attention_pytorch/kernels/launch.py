@@ -41,6 +41,8 @@ class Call:
         document_ids: Tensor | None,
         dropout_p: float,
         seed: Tensor | None,
+        softcap: float,
+        slopes: Tensor | None,
     ) -> None:
         self.q, self.k, self.v, self.layout, self.scale = rows(q), rows(k), rows(v), layout, scale
         self.batch, self.seq_q, self.heads, self.head_dim = q.shape
@@ -68,8 +70,11 @@ class Call:
             layout.classes,
         )
         natural = q.dtype == torch.float32  # else scores are in units of log2
+        per_unit = 1.0 if natural else math.log2(math.e)
+        self.cap = softcap * per_unit
+        self.slopes = nothing if slopes is None else slopes * per_unit
         # A scale of 0 would make NaN of −inf; this small one leaves the scores 0 all the same.
-        self.units = max(abs(scale) * (1.0 if natural else math.log2(math.e)), 1e-30)
+        self.units = max(abs(scale) * per_unit, 1e-30)
         self.dropout = round(dropout_p * 2**32), 1.0 / (1.0 - dropout_p)
         self.flags: dict[str, Any] = {
             "D": self.head_dim,
@@ -84,6 +89,8 @@ class Call:
             "DOCUMENT_IDS": 0 if document_ids is None else 1 + (document_ids.shape[1] > layout.seq_k),
             "DROPOUT": seed is not None,
             "DILATED": int(layout.dilated) + int(layout.uneven),
+            "SOFTCAP": softcap > 0.0,
+            "ALIBI": slopes is not None,
             "NATURAL": natural,
             # As PyTorch's own products: full precision unless the user allowed less.
             "PRECISION": "tf32" if natural and torch.backends.cuda.matmul.fp32_precision == "tf32" else "tf32x3",
@@ -102,8 +109,8 @@ class Call:
             config = FEW_ROWS
         tma, (keys, values) = self._walked(config.tile_k, self.layout.block_k, k, v)
         forward_kernel[grid](
-            q, keys, values, out, lse, *self._by_query(), *self.masks, *_strides(q, k, v),
-            *self.sizes, self.layout.num_q_blocks, *self.list_sizes, self.units, *self.dropout,
+            q, keys, values, out, lse, *self._by_query(), *self.masks, self.slopes, *_strides(q, k, v),
+            *self.sizes, self.layout.num_q_blocks, *self.list_sizes, self.units, self.cap, *self.dropout,
             **self.flags, **owned, TILE_K=config.tile_k, TMA=tma, **_effort(config),
         )  # fmt: skip
         return out, lse
@@ -135,8 +142,8 @@ class Call:
         tma, (queries, grads) = self._walked(config.tile_q, layout.block_q, q, do)
         dkv_kernel[(layout.num_k_blocks * (layout.block_k // tile_k) * self.batch * self.heads_kv,)](
             queries, k, v, grads, of_rows[0], of_rows[1], dk, dv, *layout.by_key.tensors(), layout.key_work,
-            *self.masks, *_strides(q, k, v, do),
-            *self.sizes, layout.num_k_blocks, *self.list_sizes, self.units, self.scale, *self.dropout,
+            *self.masks, self.slopes, *_strides(q, k, v, do),
+            *self.sizes, layout.num_k_blocks, *self.list_sizes, self.units, self.scale, self.cap, *self.dropout,
             **self.flags, TILE_Q=config.tile_q, TILE_K=tile_k, PACK=1, TMA=tma, **_effort(config),
         )  # fmt: skip
 
@@ -145,8 +152,9 @@ class Call:
         grid, owned, config = self._by_queries(self.configs.dq)
         tma, (keys, values) = self._walked(config.tile_k, layout.block_k, k, v)
         dq_kernel[grid](
-            q, keys, values, do, of_rows[0], of_rows[1], dq, *self._by_query(), *self.masks, *_strides(q, k, v, do),
-            *self.sizes, layout.num_q_blocks, *self.list_sizes, self.units, self.scale, *self.dropout,
+            q, keys, values, do, of_rows[0], of_rows[1], dq, *self._by_query(), *self.masks, self.slopes,
+            *_strides(q, k, v, do),
+            *self.sizes, layout.num_q_blocks, *self.list_sizes, self.units, self.scale, self.cap, *self.dropout,
             **self.flags, **owned, TILE_K=config.tile_k, TMA=tma, **_effort(config),
         )  # fmt: skip
 
@@ -155,6 +163,8 @@ class Call:
         fits = self.head_dim in HOPPER_FORWARD and own_block % 128 == 0 and block % 64 == 0
         # Their dropout failed on windows (benchmarks/results/gpu_tests.txt): refused until the cause is found.
         fits = fits and not self.flags["DROPOUT"]
+        # They know scaled products alone.
+        fits = fits and not (self.flags["SOFTCAP"] or self.flags["ALIBI"])
         # The copy engine reaches a class of tokens where all classes are equally long.
         fits = fits and not (self.layout.seq_q % self.layout.classes or self.layout.seq_k % self.layout.classes)
         return self.hopper and fits and all(map(_can_be_described, tensors))
@@ -202,7 +212,8 @@ class Call:
         return [hopper_forward.describe(x, num, self.layout.classes) for x, num in zip(tensors, rows, strict=True)]
 
     def _hopper_flags(self) -> dict[str, Any]:
-        return {name: value for name, value in self.flags.items() if name not in ("PADDED_D", "PRECISION", "NATURAL")}
+        unknown = ("PADDED_D", "PRECISION", "NATURAL", "SOFTCAP", "ALIBI")
+        return {name: value for name, value in self.flags.items() if name not in unknown}
 
     def _by_query(self) -> list[Tensor]:
         return [*self.layout.by_query.tensors()[2:], self.layout.query_work]

@@ -27,6 +27,9 @@ def block_sparse_attention(
     dropout_p: float = 0.0,
     key_padding_mask: Tensor | None = None,
     document_ids: Tensor | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
     return_lse: bool = False,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -44,20 +47,37 @@ def block_sparse_attention(
         key_padding_mask: bool (batch, seq_k), True where a key is padding and hidden, as in `nn.MultiheadAttention`.
         document_ids: int (batch, seq_k): tokens see each other only if their ids are equal. Queries are the last
             seq_q of these tokens.
+        softcap: scores s, scaled, become softcap · tanh(s / softcap), as in Gemma 2. Positive.
+        alibi_slopes: (heads,): after that, a score falls by the slope of its head for each token between query and
+            key. No gradient.
+        sinks: (heads,): a score for each head that joins the softmax of every row and brings no value, as in gpt-oss;
+            lse then counts it. It gets its gradient, and its column is never dropped.
         return_lse: also return the log-sum-exp of each row, (batch, heads, seq_q), float32 (float64 for float64).
         backend: "auto", or the one to use: "sdpa", "triton", "blockwise", "reference". One that cannot run is an error.
 
     Returns:
-        out like q, or (out, lse). A query that may see no key gives out 0, lse −inf and no gradient.
+        out like q, or (out, lse). A query that may see no key gives out 0, lse −inf (or its sink) and no gradient.
     """
     q, k, v, autocast_off = leave_autocast(q, k, v)
     check_backend(backend)
     refuse_branches(layout_or_pattern)
     with autocast_off:
         layout, extras = check_call(
-            q, k, v, layout_or_pattern, is_causal, scale, dropout_p, key_padding_mask, document_ids, return_lse
+            q,
+            k,
+            v,
+            layout_or_pattern,
+            is_causal=is_causal,
+            scale=scale,
+            dropout_p=dropout_p,
+            key_padding_mask=key_padding_mask,
+            document_ids=document_ids,
+            softcap=softcap,
+            alibi_slopes=alibi_slopes,
+            sinks=sinks,
+            return_lse=return_lse,
         )
-        out, lse = attend(q, k, v, layout, extras, backend, return_lse=return_lse)
+        out, lse = attend(q, k, v, layout, extras, backend, return_lse=return_lse, sinks=sinks)
     if not return_lse:
         return out
     assert lse is not None
@@ -73,13 +93,19 @@ def attend(
     backend: str,
     *,
     return_lse: bool,
+    sinks: Tensor | None = None,
     parts: Sequence[BlockLayout] = (),
 ) -> tuple[Tensor, Tensor | None]:
     """A checked call, run by the backend that is chosen for it; lse may be None where it was not asked for.
 
     Args:
+        sinks: as in `block_sparse_attention`.
         parts: layouts that add up to `layout`. The gradient then takes each part's share of a row for a constant.
     """
+    if sinks is not None:
+        out, lse = attend(q, k, v, layout, extras, backend, return_lse=True, parts=parts)
+        assert lse is not None
+        return with_sinks(out, lse, sinks)
     chosen = choose(backend, request_of(q, k, layout, extras, return_lse=return_lse))
     if extras.dropout_p > 0.0:
         extras = extras._replace(seed=torch.randint(2**31, (), device=q.device))
@@ -106,8 +132,18 @@ def attend(
         extras.document_ids,
         extras.dropout_p,
         extras.seed,
+        extras.softcap,
+        extras.slopes,
         chosen.name,
     )
+
+
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """Each row with one more score in its softmax, whose value is 0; differentiable in all three."""
+    sinks = sinks.to(lse.dtype)[:, None]
+    # An empty row stays 0 whatever its share; −inf − −inf would make it NaN.
+    share = torch.sigmoid(torch.where(lse == -torch.inf, torch.finfo(lse.dtype).min, lse) - sinks)
+    return (out * share.transpose(1, 2)[..., None]).to(out.dtype), torch.logaddexp(lse, sinks)
 
 
 def with_constant_shares(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
@@ -137,6 +173,9 @@ def attention_with_weights(
     dropout_p: float = 0.0,
     key_padding_mask: Tensor | None = None,
     document_ids: Tensor | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, BlockSparseWeights]:
     """`block_sparse_attention` and the weights before dropout, in memory proportional to the active blocks."""
@@ -145,9 +184,21 @@ def attention_with_weights(
     refuse_branches(layout_or_pattern)
     with autocast_off:
         layout, extras = check_call(
-            q, k, v, layout_or_pattern, is_causal, scale, dropout_p, key_padding_mask, document_ids, True
+            q,
+            k,
+            v,
+            layout_or_pattern,
+            is_causal=is_causal,
+            scale=scale,
+            dropout_p=dropout_p,
+            key_padding_mask=key_padding_mask,
+            document_ids=document_ids,
+            softcap=softcap,
+            alibi_slopes=alibi_slopes,
+            sinks=sinks,
+            return_lse=True,
         )
-        out, lse = attend(q, k, v, layout, extras, backend, return_lse=True)
+        out, lse = attend(q, k, v, layout, extras, backend, return_lse=True, sinks=sinks)
         assert lse is not None
         return out, attention_weights(q, k, lse, layout, extras)
 
@@ -164,15 +215,17 @@ def _forward(
     document_ids: Tensor | None,
     dropout_p: float,
     seed: Tensor | None,
+    softcap: float,
+    slopes: Tensor | None,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    extras = Extras(scale, key_padding_mask, document_ids, dropout_p, seed)
+    extras = Extras(scale, key_padding_mask, document_ids, dropout_p, seed, softcap, slopes)
     whole, *_ = BlockLayout.unflatten_all(layout, sizes)
     return BY_NAME[backend].forward(q, k, v, whole, extras)
 
 
 @_forward.register_fake
-def _(q, k, v, layout, sizes, scale, key_padding_mask, document_ids, dropout_p, seed, backend):  # type: ignore[no-untyped-def]
+def _(q, k, v, layout, sizes, scale, key_padding_mask, document_ids, dropout_p, seed, softcap, slopes, backend):  # type: ignore[no-untyped-def]
     batch, seq_q, heads, _ = q.shape
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     return out, q.new_empty(batch, heads, seq_q, dtype=compute_dtype(q.dtype))
@@ -194,9 +247,11 @@ def _backward(
     document_ids: Tensor | None,
     dropout_p: float,
     seed: Tensor | None,
+    softcap: float,
+    slopes: Tensor | None,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    extras = Extras(scale, key_padding_mask, document_ids, dropout_p, seed)
+    extras = Extras(scale, key_padding_mask, document_ids, dropout_p, seed, softcap, slopes)
     whole, *parts = BlockLayout.unflatten_all(layout, sizes)
     chosen = BY_NAME[backend]
     if not parts:
@@ -218,13 +273,13 @@ def _(do, dlse, q, k, v, *rest):  # type: ignore[no-untyped-def]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, layout, sizes, scale, key_padding_mask, document_ids, dropout_p, seed, backend = inputs
-    ctx.save_for_backward(q, k, v, *output, key_padding_mask, document_ids, seed, *layout)
-    ctx.sizes, ctx.scale, ctx.dropout_p, ctx.backend = sizes, scale, dropout_p, backend
+    q, k, v, layout, sizes, scale, key_padding_mask, document_ids, dropout_p, seed, softcap, slopes, backend = inputs
+    ctx.save_for_backward(q, k, v, *output, key_padding_mask, document_ids, seed, slopes, *layout)
+    ctx.sizes, ctx.scale, ctx.dropout_p, ctx.softcap, ctx.backend = sizes, scale, dropout_p, softcap, backend
 
 
 def _differentiate(ctx: Any, do: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
-    q, k, v, out, lse, key_padding_mask, document_ids, seed, *layout = ctx.saved_tensors
+    q, k, v, out, lse, key_padding_mask, document_ids, seed, slopes, *layout = ctx.saved_tensors
     grads = _backward(
         do,
         dlse,
@@ -240,9 +295,11 @@ def _differentiate(ctx: Any, do: Tensor, dlse: Tensor) -> tuple[Tensor | None, .
         document_ids,
         ctx.dropout_p,
         seed,
+        ctx.softcap,
+        slopes,
         ctx.backend,
     )
-    return *grads, [None] * len(layout), None, None, None, None, None, None, None
+    return *grads, [None] * len(layout), *[None] * 9
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)

@@ -7,6 +7,7 @@ import operator
 import torch
 from torch import Tensor
 
+from ..backends.base import compute_dtype
 from ..layout import BlockLayout, layout_for, layout_for_branches
 from ..patterns import Branches, Causal, Pattern, PerHead, SparsePatternConfig
 from ..patterns.base import constant_in_graphs, numbered
@@ -55,6 +56,41 @@ def check_dropout(dropout_p: float, name: str = "dropout_p") -> float:
     if not 0.0 <= dropout_p < 1.0:
         raise ValueError(f"{name} must be in [0, 1), got {dropout_p}")
     return float(dropout_p)
+
+
+def check_softcap(softcap: float | None) -> float:
+    if softcap is None:
+        return 0.0
+    if not isinstance(softcap, int | float) or isinstance(softcap, bool):
+        raise TypeError(f"softcap must be a number or None, got {type(softcap).__name__}")
+    if not 0.0 < softcap <= torch.finfo(torch.float32).max:
+        raise ValueError(f"softcap must be positive and finite, got {softcap}")
+    return float(softcap)
+
+
+def check_slopes(alibi_slopes: Tensor | None, q: Tensor) -> Tensor | None:
+    if alibi_slopes is None:
+        return None
+    _check_per_head("alibi_slopes", alibi_slopes, q)
+    if alibi_slopes.requires_grad and torch.is_grad_enabled():
+        raise ValueError("alibi_slopes get no gradient and must not require one")
+    return alibi_slopes.to(compute_dtype(q.dtype))
+
+
+def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
+    if sinks is not None:
+        _check_per_head("sinks", sinks, q)
+
+
+def _check_per_head(name: str, x: Tensor, q: Tensor) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a tensor or None, got {type(x).__name__}")
+    if x.shape != (q.shape[2],):
+        raise ValueError(f"{name} must have a number for each of {q.shape[2]} heads, got shape {list(x.shape)}")
+    if not x.is_floating_point():
+        raise TypeError(f"{name} must be floating point, got {x.dtype}")
+    if x.device != q.device:
+        raise ValueError(f"{name} must be on the device of q, {q.device}, got {x.device}")
 
 
 def check_masks(q: Tensor, k: Tensor, key_padding_mask: Tensor | None, document_ids: Tensor | None) -> None:

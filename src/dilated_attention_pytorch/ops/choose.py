@@ -15,7 +15,16 @@ from ..backends.base import Extras, Request
 from ..layout import BlockLayout
 from ..patterns import Branches, Pattern
 from ..patterns.base import check_flag
-from .checks import check_dropout, check_masks, check_qkv, check_scale, resolve_layout
+from .checks import (
+    check_dropout,
+    check_masks,
+    check_qkv,
+    check_scale,
+    check_sinks,
+    check_slopes,
+    check_softcap,
+    resolve_layout,
+)
 
 # The first that can run is chosen. The reference is the definition; it is quadratic and runs only when named.
 ORDERED: tuple[ModuleType, ...] = (sdpa, triton, blockwise)
@@ -45,6 +54,7 @@ def request_of(q: Tensor, k: Tensor, layout: BlockLayout, extras: Extras, *, ret
         head_dim=q.shape[3],
         dropout=extras.dropout_p > 0.0,
         masked=extras.key_padding_mask is not None or extras.document_ids is not None,
+        shaped=extras.shaped,
         return_lse=return_lse,
     )
 
@@ -76,6 +86,9 @@ def explain(
     dropout_p: float = 0.0,
     key_padding_mask: Tensor | None = None,
     document_ids: Tensor | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
     return_lse: bool = False,
     backend: str = "auto",
 ) -> Explanation:
@@ -85,9 +98,21 @@ def explain(
     """
     q, k, v, _ = leave_autocast(q, k, v)
     layout, extras = check_call(
-        q, k, v, layout_or_pattern, is_causal, scale, dropout_p, key_padding_mask, document_ids, return_lse
+        q,
+        k,
+        v,
+        layout_or_pattern,
+        is_causal=is_causal,
+        scale=scale,
+        dropout_p=dropout_p,
+        key_padding_mask=key_padding_mask,
+        document_ids=document_ids,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        return_lse=return_lse,
     )
-    request = request_of(q, k, layout, extras, return_lse=return_lse)
+    request = request_of(q, k, layout, extras, return_lse=return_lse or sinks is not None)
     chosen = choose(backend, request).name
     reasons = {}
     for name, module in BY_NAME.items():
@@ -122,11 +147,15 @@ def check_call(
     k: Tensor,
     v: Tensor,
     layout_or_pattern: BlockLayout | Pattern | Branches,
+    *,
     is_causal: bool,
     scale: float | None,
     dropout_p: float,
     key_padding_mask: Tensor | None,
-    document_ids: Tensor | None,
+    document_ids: Tensor | None = None,
+    softcap: float | None,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
     return_lse: bool,
 ) -> tuple[BlockLayout, Extras]:
     """All arguments of a call checked; its layout and the rest. The dropout seed is still to be drawn."""
@@ -134,10 +163,13 @@ def check_call(
     check_flag("is_causal", is_causal)
     check_flag("return_lse", return_lse)
     check_masks(q, k, key_padding_mask, document_ids)
+    check_sinks(sinks, q)
     extras = Extras(
         scale=check_scale(scale, q.shape[3]),
         key_padding_mask=key_padding_mask,
         document_ids=document_ids,
         dropout_p=check_dropout(dropout_p),
+        softcap=check_softcap(softcap),
+        slopes=check_slopes(alibi_slopes, q),
     )
     return resolve_layout(q, k, layout_or_pattern, is_causal), extras

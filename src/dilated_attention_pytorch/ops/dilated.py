@@ -30,6 +30,9 @@ def dilated_attention(
     key_padding_mask: Tensor | None = None,
     head_offsets: str = "interleaved",
     detach_branch_weights: bool = False,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
     return_lse: bool = False,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -44,7 +47,7 @@ def dilated_attention(
             position of the last key. Offsets are those of the query heads.
         segment_lengths, dilation_rates: w and r of each branch: any positive integers, for any length.
         is_causal: also hide every key that comes after the query.
-        scale, key_padding_mask, return_lse, backend: as in `block_sparse_attention`.
+        scale, key_padding_mask, softcap, alibi_slopes, sinks, return_lse, backend: as in `block_sparse_attention`.
         dropout_p: share of the weights that is dropped, in [0, 1); a key that counts m times is kept or dropped as one.
         head_offsets: o(h): "interleaved", h mod r as in the paper, or "grouped", h // ceil(heads / r) as in torchscale.
         detach_branch_weights: leave the branches' mixing weights out of the gradient, as torchscale trains. The result
@@ -60,11 +63,24 @@ def dilated_attention(
     check_head_offsets(head_offsets)
     branches, alone = _branches_of(tuple(segment_lengths), tuple(dilation_rates), head_offsets)
     with autocast_off:
-        layout, extras = check_call(q, k, v, branches, is_causal, scale, dropout_p, key_padding_mask, None, return_lse)
+        layout, extras = check_call(
+            q,
+            k,
+            v,
+            branches,
+            is_causal=is_causal,
+            scale=scale,
+            dropout_p=dropout_p,
+            key_padding_mask=key_padding_mask,
+            softcap=softcap,
+            alibi_slopes=alibi_slopes,
+            sinks=sinks,
+            return_lse=return_lse,
+        )
         parts = []
         if detach_branch_weights and len(alone) > 1:
             parts = [resolve_layout(q, k, branch, is_causal) for branch in alone]
-        out, lse = attend(q, k, v, layout, extras, backend, return_lse=return_lse, parts=parts)
+        out, lse = attend(q, k, v, layout, extras, backend, return_lse=return_lse, sinks=sinks, parts=parts)
     if not return_lse:
         return out
     assert lse is not None

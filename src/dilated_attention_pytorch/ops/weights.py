@@ -84,13 +84,19 @@ def attention_weights(q: Tensor, k: Tensor, lse: Tensor, layout: BlockLayout, ex
     keys_ = _blocks(k.to(dtype).repeat_interleave(heads // k.shape[2], dim=2), layout.block_k)[columns]
     totals = _blocks(lse.transpose(1, 2)[..., None], layout.block_q)[rows]
     scores = queries @ keys_.mT
+    query = rows[:, None] * layout.block_q + torch.arange(layout.block_q, device=q.device)
+    if extras.softcap:
+        scores = extras.softcap * torch.tanh(scores / extras.softcap)
+    if extras.slopes is not None:
+        key = columns[:, None] * layout.block_k + torch.arange(layout.block_k, device=q.device)
+        distance = (query[:, :, None] + (layout.seq_k - seq_q) - key[:, None]).abs()
+        scores = scores - extras.slopes[:, None, None] * distance[:, None, None]
     empty = totals == -torch.inf
     cells = layout.cells()
     times = torch.zeros(len(rows), layout.num_lists, *layout.blocks, dtype=cells.dtype, device=q.device)
     times[inverse, which] = cells
     times = times.view(len(rows), layout.batch_size or 1, layout.num_heads or 1, *layout.blocks)
     times = times.repeat_interleave(heads // times.shape[2], dim=2)
-    query = rows[:, None] * layout.block_q + torch.arange(layout.block_q, device=q.device)
     mask = (times > 0) & (query < seq_q)[:, None, None, :, None] & ~empty
     if extras.key_padding_mask is not None:
         hidden = _blocks(extras.key_padding_mask[:, :, None, None], layout.block_k)[columns]

@@ -17,6 +17,7 @@ from ..backends import reference
 from ..backends.base import Extras
 from ..layout import BlockLayout
 from ..ops import block_sparse_attention, dilated_attention
+from ..ops.block_sparse import with_sinks
 from ..ops.checks import resolve_layout
 from ..patterns import Branches
 
@@ -42,6 +43,9 @@ class Case:
     document_ids: Tensor | None = None
     dropout_p: float = 0.0
     detach_branch_weights: bool = False
+    softcap: float | None = None
+    alibi_slopes: Tensor | None = None
+    sinks: Tensor | None = None
 
     def to(self, dtype: torch.dtype) -> Case:
         tensors = {name: getattr(self, name).to(dtype) for name in ("q", "k", "v", "do")}
@@ -49,7 +53,7 @@ class Case:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, backend: str) -> Any:
         """out and lse."""
-        names = ["is_causal", "scale", "key_padding_mask", "dropout_p"]
+        names = ["is_causal", "scale", "key_padding_mask", "dropout_p", "softcap", "alibi_slopes", "sinks"]
         if isinstance(self.layout, BlockLayout):
             options = {name: getattr(self, name) for name in [*names, "document_ids"]}
             return block_sparse_attention(q, k, v, self.layout, return_lse=True, backend=backend, **options)
@@ -82,6 +86,10 @@ def errors_of_eager(case: Case, expected: tuple[Tensor, ...]) -> list[float]:
     keys, values = (x.repeat_interleave(heads // x.shape[2], dim=2) for x in (k, v))
     scores = torch.einsum("bqhd,bkhd->bhqk", q, keys) * scale
     counts = reference.counted_pairs(layout, heads, extras)
+    if case.softcap is not None:
+        scores = case.softcap * torch.tanh(scores / case.softcap)
+    if case.alibi_slopes is not None:
+        scores = scores - (case.alibi_slopes[:, None, None] * _distances(case)).to(scores.dtype)
     hidden = counts == 0
     empty = hidden.all(-1, keepdim=True).expand(*scores.shape[:-1], 1)
     if layout.dilated:
@@ -89,9 +97,20 @@ def errors_of_eager(case: Case, expected: tuple[Tensor, ...]) -> list[float]:
     scores = scores.masked_fill(hidden & ~empty, -torch.inf)
     weights = torch.softmax(scores, -1).masked_fill(empty, 0.0)
     out = torch.einsum("bhqk,bkhd->bqhd", weights, values)
-    lse = torch.logsumexp(scores, -1).masked_fill(empty[..., 0], 0.0)
+    lse = torch.logsumexp(scores, -1)
+    if case.sinks is not None:
+        out, lse = with_sinks(out, lse.masked_fill(empty[..., 0], -torch.inf), case.sinks)
+    else:
+        lse = lse.masked_fill(empty[..., 0], 0.0)
     grads = torch.autograd.grad((out, lse), (q, k, v), (case.do, case.dlse.to(lse.dtype)))
     return [_error(got, want) for got, want in zip((out, lse, *grads), expected, strict=True)]
+
+
+def _distances(case: Case) -> Tensor:
+    """Tokens between query and key, [seq_q, seq_k]; the last query stands at the last key."""
+    seq_q, seq_k = case.q.shape[1], case.k.shape[1]
+    position = torch.arange(seq_k - seq_q, seq_k, device=case.q.device)
+    return (position[:, None] - torch.arange(seq_k, device=case.q.device)).abs()
 
 
 def _error(got: Tensor, want: Tensor) -> float:
@@ -104,7 +123,12 @@ def _largest_terms(case: Case) -> list[float]:
     q, k, v, do = (float(x.double().norm(dim=-1).max()) for x in (case.q, case.k, case.v, case.do))
     scale = abs(case.scale if case.scale is not None else case.q.shape[3] ** -0.5)
     dscore = (do * v + float(case.dlse.abs().max())) * scale
-    return [v, max(1.0, scale * q * k), dscore * k, dscore * q, do]
+    bias = 0.0
+    if case.alibi_slopes is not None:
+        bias = float(case.alibi_slopes.abs().max() * _distances(case).max())
+    # Weights are exp(score − lse), two numbers that are each rounded at their size.
+    dq, dk, dv = (x * (1.0 + bias) for x in (dscore * k, dscore * q, do))
+    return [v * (1.0 + bias), max(1.0, scale * q * k) + bias, dq, dk, dv]
 
 
 def assert_exact(case: Case, backend: str, seed: int = 0) -> None:
