@@ -315,3 +315,18 @@ def test_an_output_that_is_wrong_ends_the_memory_benchmark(memory, tmp_path, mon
     argv = ["--quick", "--device", "cpu", "--only", "pool", "--out", str(tmp_path / "memory.json")]
     assert memory.main(argv) == 1
     assert "off by" in capsys.readouterr().err
+
+
+def test_the_decoding_benchmark_refuses_a_wrong_answer(monkeypatch, tmp_path, capsys):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    import decode
+
+    out = tmp_path / "decode.json"
+    monkeypatch.setattr(sys, "argv", ["decode.py", "--tokens", "512", "--repeats", "1", "--out", str(out)])
+    decode.main()
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["share"] for row in rows] == [0.01, 0.1]
+    assert all(row["error"] < 2e-5 and row["times_faster"] > 0 for row in rows)
+    monkeypatch.setattr(decode, "decode_attention", lambda q, k, v, pattern: q)
+    with pytest.raises(SystemExit, match="wrong: 512 tokens, share 0.01: error"):
+        decode.main()

@@ -19,8 +19,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from dilated_attention_pytorch import BlockLayout, Branches, Documents, Full, GlobalTokens, PerHead, SlidingWindow
 from dilated_attention_pytorch.backends import triton as backend
 from dilated_attention_pytorch.backends.base import Extras
-from dilated_attention_pytorch.kernels import hopper_backward, hopper_forward, launch
+from dilated_attention_pytorch.backends.decoding import Cache
+from dilated_attention_pytorch.kernels import decode, hopper_backward, hopper_forward, launch
 from dilated_attention_pytorch.layout import layout_of_branches
+from dilated_attention_pytorch.layout.rows import rows_at
 
 OPTIONS = ("num_warps", "num_stages", "maxnreg")
 SHORT = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
@@ -47,12 +49,14 @@ def recorded(capability):
             (launch, ("forward_kernel", "rows_kernel", "dq_kernel", "dkv_kernel")),
             (hopper_forward, ("forward_kernel",)),
             (hopper_backward, ("backward_kernel",)),
+            (decode, ("decode_kernel", "merge_kernel")),
         )
         for name in names
     ]
     patches += [
         patch.object(launch, "_capability", lambda device: capability),
-        patch.object(launch, "_num_processors", lambda device: 132),
+        patch.object(launch, "num_processors", lambda device: 132),
+        patch.object(decode, "num_processors", lambda device: 132),
     ]
     launch._device.cache_clear()
     try:
@@ -127,6 +131,14 @@ def launches_of(capability, *, head_dim, dtype, block=128, heads_kv=2, everythin
     with recorded(capability) as launches:
         out, lse = backend.forward(q, k, v, layout, extras)
         backend.backward(do, torch.zeros_like(lse), q, k, v, out, lse, layout, extras)
+    if everything or dtype == torch.float32:  # decoding too, of which there is less
+        lengths, table = torch.tensor([seq], dtype=torch.int32), torch.zeros(1, 4, dtype=torch.int64)
+        rows = rows_at(SlidingWindow(100, 0) | GlobalTokens(3), [seq], 1, block, torch.device("cpu"))
+        extras = Extras(head_dim**-0.5, extras.key_padding_mask, softcap=extras.softcap, slopes=extras.slopes)
+        cache = Cache(k.view(4, -1, *k.shape[2:]), v.view(4, -1, *v.shape[2:]), table, lengths)
+        with recorded(capability) as more:
+            backend.decode(q[:, :1], cache if everything else Cache(k, v, None, lengths), rows, extras)
+        launches += more
     return launches
 
 

@@ -20,9 +20,9 @@ def test_compiles(capability):
     done = subprocess.run(command, capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr[-2000:]
     kernels = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(kernels) == 9 * 4
+    assert len(kernels) == 9 * 4 + 2 * 2
     names = {kernel["kernel"] for kernel in kernels}
-    assert names >= {"forward_kernel", "rows_kernel", "dkv_kernel", "dq_kernel"}
+    assert names >= {"forward_kernel", "rows_kernel", "dkv_kernel", "dq_kernel", "decode_kernel", "merge_kernel"}
     assert ("backward_kernel" in names) == (capability == "9.0")  # Hopper's own
     for kernel in kernels:
         assert kernel["shared"] <= KIB[capability] * 1024, kernel

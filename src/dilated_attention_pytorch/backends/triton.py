@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from ..layout import BlockLayout
+from ..layout.rows import CacheRows
 from ..patterns.base import constant_in_graphs
 from .base import Extras, Request
+from .decoding import Cache
 from .dropout import as_table
 
 if TYPE_CHECKING:
@@ -67,6 +69,14 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     with _on(q.device):
         return _call(q, k, v, layout, extras).backward(do, dlse, out, lse)
+
+
+def decode(q: Tensor, cache: Cache, rows: CacheRows, extras: Extras) -> tuple[Tensor, Tensor]:
+    """As `backends.decoding.decode`."""
+    from ..kernels import decode  # loads triton
+
+    with _on(q.device):
+        return decode.launch(q, *cache, rows, extras.scale, extras.key_padding_mask, extras.softcap, extras.slopes)
 
 
 def _on(device: torch.device) -> AbstractContextManager[Any]:

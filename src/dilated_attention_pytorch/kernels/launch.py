@@ -92,8 +92,7 @@ class Call:
             "SOFTCAP": softcap > 0.0,
             "ALIBI": slopes is not None,
             "NATURAL": natural,
-            # As PyTorch's own products: full precision unless the user allowed less.
-            "PRECISION": "tf32" if natural and torch.backends.cuda.matmul.fp32_precision == "tf32" else "tf32x3",
+            "PRECISION": precision_of(q.dtype),
         }
 
     def forward(self) -> tuple[Tensor, Tensor]:
@@ -175,7 +174,7 @@ class Call:
         tile_k = min(tile_k, layout.block_k)
         total = layout.num_q_blocks * (layout.block_q // 128) * self.batch * self.heads
         described = self._described((self.q, self.k, self.v, out), (64, tile_k, tile_k, 64))
-        hopper_forward.forward_kernel[(min(total, _num_processors(self.q.device)),)](
+        hopper_forward.forward_kernel[(min(total, num_processors(self.q.device)),)](
             *described, lse, *self._by_query(), *self.masks,
             *self.sizes, layout.num_q_blocks, *self.list_sizes, total, layout.num_k_blocks // layout.classes,
             *(x.stride(1) for x in (self.q, self.k, self.v)), self.units, *self.dropout,
@@ -198,7 +197,7 @@ class Call:
             total = num_blocks * (layout.block_q // 128) * self.batch * self.heads
         of_q, of_k = (stream, 64) if of_keys else (64, stream)
         inputs = (self.q, self.k, self.v, do)
-        hopper_backward.backward_kernel[(min(total, _num_processors(self.q.device)),)](
+        hopper_backward.backward_kernel[(min(total, num_processors(self.q.device)),)](
             *self._described(inputs, (of_q, of_k, of_k, of_q)), hopper_forward.describe_rows(of_rows, stream),
             of_rows[0], of_rows[1], dq, dk, dv, *lists.tensors(), work, *self.masks,
             self.batch, *self.sizes, num_blocks, *self.list_sizes, total, walked // layout.classes,
@@ -234,6 +233,11 @@ class Call:
         if not tma:
             return False, list(tensors)
         return True, [_describe(x, tile) for x in tensors]
+
+
+def precision_of(dtype: torch.dtype) -> str:
+    """As PyTorch's own products: full precision unless the user allowed less."""
+    return "tf32" if dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32" else "tf32x3"
 
 
 def rows(x: Tensor) -> Tensor:
@@ -279,5 +283,5 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 
 @lru_cache
-def _num_processors(device: torch.device) -> int:
+def num_processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count

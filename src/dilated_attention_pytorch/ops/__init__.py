@@ -2,6 +2,7 @@
 
 from .block_sparse import attention_with_weights, block_sparse_attention
 from .choose import Explanation, explain
+from .decode import decode_attention
 from .dilated import dilated_attention
 from .fidelity import kept_mass
 from .merge import merge_attention
@@ -24,6 +25,7 @@ __all__ = [
     "attention_with_weights",
     "block_masses",
     "block_sparse_attention",
+    "decode_attention",
     "dilated_attention",
     "explain",
     "kept_mass",

@@ -1,0 +1,90 @@
+"""Single queries against long caches of keys and values, in plain PyTorch: only the keys that a query sees are read."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..layout.rows import CacheRows
+from ..layout.rules import key_bounds
+from .base import Extras, compute_dtype
+
+
+class Cache(NamedTuple):
+    """Keys and values of all tokens so far.
+
+    Attributes:
+        k, v: (batch, capacity, heads_kv, head_dim), or pages (pages, page_size, heads_kv, head_dim).
+        page_table: int [batch, pages of a sample], the page of each run of page_size tokens; None without pages.
+        lengths: int32 [batch], tokens that there are.
+    """
+
+    k: Tensor
+    v: Tensor
+    page_table: Tensor | None
+    lengths: Tensor
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that a sample has room for."""
+        return self.k.shape[1] * (1 if self.page_table is None else self.page_table.shape[1])
+
+    def take(self, x: Tensor, sample: int, token: Tensor) -> Tensor:
+        """Keys or values of some tokens, (tokens, heads_kv, head_dim)."""
+        if self.page_table is None:
+            return x[sample, token]
+        size = x.shape[1]
+        return x[self.page_table[sample, token // size].long(), token % size]
+
+
+def decode(q: Tensor, cache: Cache, rows: CacheRows, extras: Extras) -> tuple[Tensor, Tensor]:
+    """out like q and lse (batch, heads, new); q is (batch, new, heads, head_dim), the last tokens of each sample."""
+    batch, new, heads, _ = q.shape
+    dtype, parts = compute_dtype(q.dtype), rows.num_lists
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty(batch, heads, new, dtype=dtype, device=q.device)
+    lengths = cache.lengths.tolist()
+    for i in range(batch * new):
+        sample, t = divmod(i, new)
+        position = lengths[sample] - new + t
+        for part in range(parts):
+            token = _tokens_seen(rows, i, part, position, lengths[sample])
+            if extras.key_padding_mask is not None:
+                token = token[~extras.key_padding_mask[sample, token]]
+            own, own_kv = (_share(n, part, parts) for n in (heads, cache.k.shape[2]))
+            k, v = (cache.take(x[:, :, own_kv], sample, token).to(dtype) for x in (cache.k, cache.v))
+            query = q[sample, t, own].to(dtype).unflatten(0, (k.shape[1], -1)) * extras.scale
+            scores = torch.einsum("hgd,khd->hgk", query, k)
+            if extras.softcap:
+                scores = extras.softcap * torch.tanh(scores / extras.softcap)
+            if extras.slopes is not None:
+                scores = scores - extras.slopes[own].view(k.shape[1], -1, 1) * (position - token).abs()
+            mixed = torch.einsum("hgk,khd->hgd", torch.softmax(scores, -1), v)  # 0 where there is no key
+            out[sample, t, own], lse[sample, own, t] = mixed.flatten(0, 1).to(q.dtype), scores.logsumexp(-1).flatten()
+    return out, lse
+
+
+def _share(num: int, part: int, parts: int) -> slice:
+    """Which of `num` heads follow list `part`: several, or one that several lists share."""
+    first = num * part // parts
+    return slice(first, max(num * (part + 1) // parts, first + 1))
+
+
+def _tokens_seen(rows: CacheRows, i: int, part: int, position: int, length: int) -> Tensor:
+    """The keys that query `i` sees by list `part`."""
+    row = int(rows.first[i]) + part
+    start, stop, split = *rows.lists.offsets[row : row + 2].tolist(), int(rows.lists.splits[row])
+    token = rows.lists.indices[start:stop, None].long() * rows.block
+    token = token + torch.arange(rows.block, device=token.device)
+    seen = token < length
+    if split < stop:
+        query, nothing = rows.ahead[i] + position, rows.rules.new_empty(2, 0)
+        allowed = torch.zeros_like(seen[split - start :])
+        for interval in rows.rules[rows.lists.rule_ids[split:stop]].unbind(1):
+            first, last = key_bounds(interval, query, length, length, nothing)
+            partial = token[split - start :]
+            allowed |= (partial >= first[:, None]) & (partial <= last[:, None])
+        seen[split - start :] &= allowed
+    return token[seen]

@@ -1,0 +1,81 @@
+"""What single queries of growing sequences see: a row of a pattern's layout for each, built without the others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from ..patterns import Pattern
+from ..patterns.blocks import ceil_div
+from .layout import BlockLayout, BlockList
+from .rules import NOTHING
+
+
+@dataclass(frozen=True, eq=False)
+class CacheRows:
+    """Lists of key blocks for some queries, each the row that the layout of its whole sequence has for it.
+
+    Attributes:
+        lists: the different rows, each `num_lists` times: for all heads together, or for each head.
+        rules: int32 [num_rules, intervals, 5], see `layout.rules`.
+        first: int32 [queries], where the lists of each query stand among the rows.
+        ahead: int32 [queries], by how much its position goes up before the rules are asked.
+        block: tokens of a key block.
+        most: blocks of the longest row.
+    """
+
+    lists: BlockList
+    rules: Tensor
+    first: Tensor
+    ahead: Tensor
+    block: int
+    num_lists: int
+    most: int
+
+
+def rows_at(pattern: Pattern, lengths: Sequence[int], new: int, block: int, device: torch.device) -> CacheRows:
+    """The rows of the last `new` tokens of each of these sequences, sample by sample."""
+    coarse = max(pattern.block_sizes, default=block)
+    # Rows change from block to block, not from token to token; what is behind the end of a sequence, the call hides.
+    rows = tuple(
+        (position // block, ceil_div(length, coarse) * coarse)
+        for length in lengths
+        for position in range(length - new, length)
+    )
+    return _rows_of(pattern, rows, block, device)
+
+
+@lru_cache(maxsize=128)
+def _rows_of(pattern: Pattern, rows: tuple[tuple[int, int], ...], block: int, device: torch.device) -> CacheRows:
+    entries, rules, ahead = [], [], []
+    at: dict[tuple[int, int], int] = {}
+    num_rules = num_lists = 0
+    with torch.inference_mode(False):
+        for row, length in dict.fromkeys(rows):
+            layout = BlockLayout.from_pattern(pattern, length, block_size=block, query_blocks=torch.tensor([row]))
+            which, _, column, rule = layout.entries()
+            num_lists = layout.num_lists
+            entries.append((len(at) * num_lists + which, column, torch.where(rule >= 0, rule + num_rules, -1)))
+            rules.append(layout.rules)
+            num_rules += len(layout.rules)
+            at[row, length] = len(at)
+            ahead.append(length - (row + 1) * block)
+        row_of, column, rule = (torch.cat(parts) for parts in zip(*entries, strict=True))
+        lists = BlockList.pack(row_of, column, rule >= 0, rule, len(at) * num_lists)
+        width = max(table.shape[1] for table in rules)
+        nothing = torch.tensor(NOTHING, dtype=torch.int32)
+        table = torch.cat([torch.cat((t, nothing.expand(len(t), width - t.shape[1], 5)), dim=1) for t in rules])
+        first = torch.tensor([at[key] for key in rows], dtype=torch.int32)
+        return CacheRows(
+            lists=BlockList(*(x.to(device) for x in lists.tensors())),
+            rules=table.to(device),
+            first=(first * num_lists).to(device),
+            ahead=torch.tensor(ahead, dtype=torch.int32)[first].to(device),
+            block=block,
+            num_lists=num_lists,
+            most=int(lists.offsets.diff().max()),
+        )

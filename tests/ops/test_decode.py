@@ -1,0 +1,221 @@
+"""`decode_attention` equals the last rows of attention over the whole sequence."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dilated_attention_pytorch import (
+    Causal,
+    Documents,
+    Full,
+    GlobalTokens,
+    LocalBlocks,
+    PerHead,
+    RandomBlocks,
+    SlidingWindow,
+    block_sparse_attention,
+    decode_attention,
+)
+from dilated_attention_pytorch.layout.build import documents_of
+from tests.strategies import atoms, patterns
+
+CAPACITY, HEAD_DIM = 160, 4
+
+
+def whole_rows(q, k, v, pattern, lengths, padding=None, **options):
+    """out and lse of the last tokens of each sample, from the definition."""
+    new, outs, lses = q.shape[1], [], []
+    for sample, length in enumerate(lengths):
+        queries = torch.randn(1, length, *q.shape[2:], dtype=q.dtype)
+        queries[0, length - new :] = q[sample]
+        keys, values = (x[sample : sample + 1, :length] for x in (k, v))
+        hidden = None if padding is None else padding[sample : sample + 1, :length]
+        out, lse = block_sparse_attention(
+            queries, keys, values, pattern, key_padding_mask=hidden, return_lse=True, backend="reference", **options
+        )
+        outs.append(out[:, length - new :])
+        lses.append(lse[:, :, length - new :])
+    return torch.cat(outs), torch.cat(lses)
+
+
+def in_pages(x, size, generator):
+    """A cache as pages in any order, among others that hold NaN, and the table of them."""
+    batch, capacity = x.shape[:2]
+    each = -(-capacity // size)
+    order = torch.randperm(2 * batch * each, generator=generator)[: batch * each]
+    pages = torch.full((2 * batch * each, size, *x.shape[2:]), torch.nan, dtype=x.dtype)
+    padded = torch.cat((x, x.new_zeros(batch, each * size - capacity, *x.shape[2:])), dim=1)
+    pages[order] = padded.reshape(batch * each, size, *x.shape[2:])
+    return pages, order.view(batch, each)
+
+
+@st.composite
+def calls(draw):
+    heads_kv = draw(st.integers(1, 2))
+    heads, batch, new = heads_kv * draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.sampled_from([1, 1, 2, 5]))
+    pattern = draw(patterns(CAPACITY).filter(lambda pattern: not documents_of(pattern)))
+    if draw(st.integers(0, 4)) == 0:
+        each = atoms(Full())
+        pattern = PerHead(tuple(draw(each) for _ in range(draw(st.sampled_from([heads, heads_kv])))))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    options = {"is_causal": draw(st.booleans()), "scale": draw(st.sampled_from([None, -0.5]))}
+    if draw(st.booleans()) and draw(st.booleans()):
+        options |= {"softcap": 1.5, "alibi_slopes": normal(heads), "sinks": normal(heads)}
+    return {
+        "q": normal(batch, new, heads, HEAD_DIM),
+        "k": normal(batch, CAPACITY, heads_kv, HEAD_DIM),
+        "v": normal(batch, CAPACITY, heads_kv, HEAD_DIM),
+        "pattern": pattern,
+        "lengths": [draw(st.integers(new, CAPACITY)) for _ in range(batch)],
+        "padding": torch.rand(batch, CAPACITY, generator=generator) < 0.3 if draw(st.booleans()) else None,
+        "page": draw(st.sampled_from([None, None, 16, 7])),
+        "generator": generator,
+        "options": options,
+    }
+
+
+def check(call, backend, dtype, tolerance):
+    q, k, v = (call[name].to(dtype) for name in ("q", "k", "v"))
+    want = whole_rows(
+        *(x.double() for x in (q, k, v)), *(call[n] for n in ("pattern", "lengths", "padding")), **call["options"]
+    )
+    padding, table = call["padding"], None
+    if call["page"]:
+        state = call["generator"].get_state()
+        k, table = in_pages(k, call["page"], call["generator"])
+        call["generator"].set_state(state)
+        v, _ = in_pages(v, call["page"], call["generator"])
+        if padding is not None:
+            padding = torch.nn.functional.pad(padding, (0, table.shape[1] * call["page"] - CAPACITY))
+    got = decode_attention(
+        q, k, v, call["pattern"], lengths=call["lengths"], page_table=table, key_padding_mask=padding, return_lse=True,
+        backend=backend, **call["options"],
+    )  # fmt: skip
+    assert got[0].dtype == dtype
+    torch.testing.assert_close(tuple(x.double() for x in got), want, atol=tolerance, rtol=0)
+
+
+@given(calls())
+@settings(max_examples=150)
+def test_equals_the_last_rows_of_the_whole(call):
+    check(call, "blockwise", torch.float64, 1e-10)
+
+
+@given(calls())
+@settings(max_examples=8)
+def test_the_kernels_do_so_too(call):
+    pytest.importorskip("triton", reason="needs triton, which there is for Linux alone")
+    if torch.cuda.is_available():
+        pytest.skip("needs a machine without a CUDA device: tests/gpu runs the kernels there")
+    call["options"].pop("alibi_slopes", None)  # random ones reach scores of hundreds, whose rounding shows
+    check(call, "triton", torch.float32, 2e-6)
+
+
+def cache(batch=2, capacity=300, heads=4, heads_kv=2, dtype=torch.float32):
+    k, v = (torch.randn(batch, capacity, heads_kv, 8, dtype=dtype) for _ in range(2))
+    return torch.randn(batch, 1, heads, 8, dtype=dtype), k, v
+
+
+def test_token_by_token_equals_the_whole_sequence():
+    _, k, v = cache(capacity=290, dtype=torch.float64)
+    queries = torch.randn(2, 290, 4, 8, dtype=torch.float64)
+    pattern = SlidingWindow(40, 0) | GlobalTokens(3) | LocalBlocks(64, block_size=64, causal=True)
+    want = block_sparse_attention(queries, k, v, pattern, is_causal=True, backend="reference")
+    for position in range(290):
+        got = decode_attention(queries[:, position : position + 1], k, v, pattern, lengths=[position + 1] * 2)
+        torch.testing.assert_close(got, want[:, position : position + 1], atol=1e-10, rtol=0)
+
+
+def test_what_is_not_seen_is_not_read():
+    """Keys outside of the window may be anything, memory that was never written for one."""
+    q, k, v = cache()
+    seen = slice(300 - 65, 300)
+    clean = decode_attention(q, k, v, SlidingWindow(64, 0))
+    for x in (k, v):
+        kept = x[:, seen].clone()
+        x.fill_(torch.nan)
+        x[:, seen] = kept
+    assert torch.equal(decode_attention(q, k, v, SlidingWindow(64, 0)), clean)
+
+
+def test_strides_are_those_of_the_cache():
+    """Caches of other libraries have the heads before the tokens."""
+    q, k, v = cache()
+    want = decode_attention(q, k, v, SlidingWindow(64, 0))
+    heads_first = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (k, v))
+    assert torch.equal(decode_attention(q, *heads_first, SlidingWindow(64, 0)), want)
+
+
+def test_in_one_graph_whatever_the_lengths():
+    q, k, v = cache()
+    pattern, graphs = SlidingWindow(64, 0), []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    @torch.compile(fullgraph=True, backend=backend)
+    def step(q, k, v, lengths):
+        return decode_attention(q, k, v, pattern, lengths=lengths)
+
+    for lengths in ([300, 10], [7, 129]):
+        got = step(q, k, v, torch.tensor(lengths))
+        assert torch.equal(got, decode_attention(q, k, v, pattern, lengths=lengths))
+    assert len(graphs) == 1
+
+
+def test_a_page_that_is_not_there_is_nan_in_the_kernels(monkeypatch):
+    pytest.importorskip("triton", reason="needs triton, which there is for Linux alone")
+    from dilated_attention_pytorch.ops import decode
+
+    monkeypatch.setattr(decode, "_check_pages", lambda *args: None)  # as on a GPU, where values are not looked at
+    pages = torch.randn(4, 16, 2, 8)
+    q, table = torch.randn(2, 1, 4, 8), torch.tensor([[0, 1], [2, 9]])
+    out = decode_attention(q, pages, pages, Full(), page_table=table, backend="triton")
+    assert out[0].isfinite().all()
+    assert out[1].isnan().all()
+
+
+Q, K, V = cache()
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"lengths": [300]}, ValueError, r"lengths must be one for each of 2 samples, got shape \[1\]"),
+        ({"lengths": [301, 3]}, ValueError, r"lengths must be from 1 .* to 300 \(the capacity\), got 301"),
+        ({"lengths": [0, 3]}, ValueError, "lengths must be at least 1, got 0"),
+        ({"lengths": torch.tensor([0, 3])}, ValueError, "lengths must be from 1"),
+        ({"lengths": torch.tensor([1.0, 3.0])}, TypeError, "lengths must be int32 or int64, got torch.float32"),
+        ({"lengths": 300}, TypeError, "lengths must be a sequence of ints, a tensor or None, got int"),
+        ({"pattern": "window"}, TypeError, "pattern must be a Pattern, got str"),
+        ({"pattern": Documents((100, 200))}, ValueError, "pattern must not have packed documents"),
+        ({"pattern": PerHead((Full(),) * 3)}, ValueError, "must have a pattern for each of 4 heads of q or 2 of k"),
+        ({"q": Q.double()}, TypeError, "k must have the dtype of q, torch.float64"),
+        ({"q": Q.clone().requires_grad_()}, RuntimeError, "decode_attention has no gradient"),
+        ({"key_padding_mask": torch.zeros(2, 299, dtype=torch.bool)}, ValueError, r"\(batch, capacity\) = \[2, 300\]"),
+        ({"key_padding_mask": torch.zeros(2, 300)}, TypeError, "key_padding_mask must be bool"),
+        (
+            {"page_table": torch.zeros(3, 2, dtype=torch.int32)},
+            ValueError,
+            r"page_table must have shape \(batch, pages\)",
+        ),
+        ({"page_table": torch.zeros(2, 2)}, TypeError, "page_table must be int32 or int64, got torch.float32"),
+        (
+            {"page_table": torch.tensor([[0], [2]])},
+            ValueError,
+            r"page_table must name pages 0 to 1, got \[2\] for sample",
+        ),
+        ({"backend": "sdpa"}, ValueError, "backend must be one of .* for decoding, got 'sdpa'"),
+        ({"is_causal": 1}, TypeError, "is_causal must be"),
+    ],
+)
+def test_bad_input(change, error, message):
+    call = {"q": Q, "k": K, "v": V, "pattern": Causal() & RandomBlocks(2, block_size=64)} | change
+    with pytest.raises(error, match=message):
+        decode_attention(**call)
