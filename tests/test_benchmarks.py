@@ -328,5 +328,5 @@ def test_the_decoding_benchmark_refuses_a_wrong_answer(monkeypatch, tmp_path, ca
     assert [row["share"] for row in rows] == [0.01, 0.1]
     assert all(row["error"] < 2e-5 and row["times_faster"] > 0 for row in rows)
     monkeypatch.setattr(decode, "decode_attention", lambda q, k, v, pattern: q)
-    with pytest.raises(SystemExit, match="wrong: 512 tokens, share 0.01: error"):
+    with pytest.raises(SystemExit, match=r"wrong: 512 tokens, share 0.01: error"):
         decode.main()

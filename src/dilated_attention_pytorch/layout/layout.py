@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import InitVar, dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from . import build, cost
 from .checks import block_pair, check_layout, check_sizes
 from .lists import BlockList
 from .rules import NOTHING, document_bounds, key_bounds, moved, num_tokens
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 # Entries that one sort of `by_key` takes on a CPU.
 _SORTED_AT_ONCE = 1 << 20
@@ -210,6 +213,27 @@ class BlockLayout:
             kind="full" if len(row) == mask.numel() else None,
             checked=True,
         )
+
+    @classmethod
+    def from_flex_block_mask(cls, mask: BlockMask) -> BlockLayout:
+        """The layout of a FlexAttention block mask: exactly, or an error.
+
+        Full blocks are taken as they are. Partial ones must be those of one causal rule or sliding window, which is
+        found by asking `mask_mod`; or the mask was made by `to_flex_block_mask`.
+        """
+        from .flex import from_flex
+
+        return from_flex(mask)
+
+    def to_flex_block_mask(self, num_heads: int | None = None) -> BlockMask:
+        """The same for FlexAttention, whose masks take room for all pairs of blocks.
+
+        Args:
+            num_heads: query heads, where the layout has lists for fewer (those of the keys).
+        """
+        from .flex import to_flex
+
+        return to_flex(self, num_heads)
 
     @property
     def num_q_blocks(self) -> int:

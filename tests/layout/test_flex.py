@@ -1,0 +1,100 @@
+"""Layouts as FlexAttention's block masks and back: the same pairs, or an error."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.attention.flex_attention import create_block_mask, create_mask, flex_attention
+
+from dilated_attention_pytorch import BlockLayout, Branches, GlobalTokens, RandomBlocks, SlidingWindow
+from dilated_attention_pytorch import block_sparse_attention as attention
+from dilated_attention_pytorch.layout import layout_of_branches
+from tests import strategies
+
+
+@st.composite
+def drawn(draw):
+    seq_q, seq_k = draw(strategies.lengths())
+    return draw(strategies.layouts(seq_q, seq_k, 2, 4, 2))
+
+
+@given(drawn())
+@settings(max_examples=60)
+def test_the_same_pairs(layout):
+    mask = layout.to_flex_block_mask()
+    batch, heads = mask.kv_num_blocks.shape[:2]
+    dense = create_mask(mask.mask_mod, batch, heads, *layout.lengths, device="cpu")
+    assert torch.equal(dense, layout.to_dense().view(dense.shape))
+    blocks = mask.to_dense().bool()
+    assert torch.equal(blocks, layout.to_block_mask().view(blocks.shape))
+    assert BlockLayout.from_flex_block_mask(mask) is layout
+
+
+def test_the_same_attention():
+    layout = BlockLayout.from_pattern(SlidingWindow(70, 9) | GlobalTokens(3), 300, block_size=(128, 64))
+    q, k, v = (torch.randn(2, 300, 4, 16) for _ in range(3))
+    heads_first = (x.transpose(1, 2) for x in (q, k, v))
+    theirs = flex_attention(*heads_first, block_mask=layout.to_flex_block_mask()).transpose(1, 2)
+    torch.testing.assert_close(theirs, attention(q, k, v, layout))
+
+
+def test_lists_of_key_heads_for_all_query_heads():
+    mask = torch.rand(2, 3, 3) < 0.5
+    layout = BlockLayout.from_block_mask(mask, 16)
+    flex = layout.to_flex_block_mask(num_heads=6)
+    assert torch.equal(flex.to_dense()[0].bool(), mask.repeat_interleave(3, dim=0))
+    with pytest.raises(ValueError, match="num_heads must be a multiple of the layout's 2, got 3"):
+        layout.to_flex_block_mask(num_heads=3)
+
+
+RULES = {
+    "causal": (lambda b, h, q, k: q >= k, SlidingWindow(None, 0)),
+    "window": (lambda b, h, q, k: (q - k).abs() <= 40, SlidingWindow(40, 40)),
+    "causal window": (lambda b, h, q, k: (q >= k) & (q - k <= 100), SlidingWindow(100, 0)),
+    "look ahead": (lambda b, h, q, k: k - q <= 7, SlidingWindow(None, 7)),
+    "all": (lambda b, h, q, k: q >= 0, SlidingWindow(None, None)),
+}
+
+
+@pytest.mark.parametrize("seq", [128, 200, 513])
+@pytest.mark.parametrize("name", RULES)
+def test_rules_written_by_hand_are_found(name, seq):
+    rule, pattern = RULES[name]
+    mask = create_block_mask(rule, None, None, seq, seq, device="cpu", BLOCK_SIZE=64)
+    layout = BlockLayout.from_flex_block_mask(mask)
+    assert torch.equal(layout.to_dense(), BlockLayout.from_pattern(pattern, seq, block_size=64).to_dense())
+
+
+def test_full_blocks_by_sample_and_head():
+    blocks = torch.rand(2, 3, 4, 4) < 0.5
+    layout = BlockLayout.from_block_mask(blocks, 32)
+    mask = layout.to_flex_block_mask()
+    mask.mask_mod.of_layout = None
+    assert torch.equal(BlockLayout.from_flex_block_mask(mask).to_dense(), layout.to_dense())
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        lambda b, h, q, k: (q + k) % 3 > 0,
+        lambda b, h, q, k: (q >= k) & (q // 50 == k // 50),
+        lambda b, h, q, k: q - k >= h * 10,
+    ],
+    ids=["comb", "documents", "by head"],
+)
+def test_other_rules_are_refused(rule):
+    mask = create_block_mask(rule, 1, 2, 200, 200, device="cpu", BLOCK_SIZE=64)
+    with pytest.raises(ValueError, match="no partial blocks but those of one causal rule or sliding window"):
+        BlockLayout.from_flex_block_mask(mask)
+
+
+def test_what_cannot_be_said_is_refused():
+    layout = layout_of_branches(Branches((32, 64), (1, 2)), 64, num_heads=2)
+    with pytest.raises(ValueError, match="may count several times, which a block mask cannot say"):
+        layout.to_flex_block_mask()
+    with pytest.raises(TypeError, match="mask must be a BlockMask of FlexAttention, got Tensor"):
+        BlockLayout.from_flex_block_mask(torch.ones(2, 2))
+    changed = BlockLayout.from_pattern(RandomBlocks(2, block_size=32) & SlidingWindow(50, 0), 200, block_size=32)
+    mask = changed.to_flex_block_mask()
+    mask.kv_num_blocks[0, 0, 5] = 0  # no longer the layout it was made of
+    assert not BlockLayout.from_flex_block_mask(mask).to_block_mask()[5].equal(changed.to_block_mask()[5])
