@@ -36,12 +36,14 @@ OPTIONS = {
     "padding": {"key_padding_mask": torch.arange(100).expand(2, -1) > 70},
     "documents": {"document_ids": (torch.arange(100) // 30).expand(2, -1).contiguous()},
     "dropout": {"dropout_p": 0.3, "seed": torch.tensor(7)},
+    "shaped": {"softcap": 2.0, "slopes": torch.tensor([0.5, 0.1, 0.0, 1.0])},
 }
 
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_opcheck(name):
-    options = {"key_padding_mask": None, "document_ids": None, "dropout_p": 0.0, "seed": None, **OPTIONS[name]}
+    options = {"key_padding_mask": None, "document_ids": None, "dropout_p": 0.0, "seed": None, "softcap": 0.0}
+    options |= {"slopes": None, **OPTIONS[name]}
     layout = BlockLayout.from_pattern(SlidingWindow(30, 0) | GlobalTokens(3), 100, block_size=16)
     q, k, v = qkv()
     arguments = (q, k, v, *layout.flatten(), 0.3, *options.values(), "blockwise")

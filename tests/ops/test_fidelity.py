@@ -6,7 +6,8 @@ from hypothesis import given, settings
 
 from dilated_attention_pytorch import Causal, Full, SharedBudget, SlidingWindow, kept_mass, select_blocks
 from dilated_attention_pytorch.backends import reference
-from dilated_attention_pytorch.ops.choose import check_call
+from dilated_attention_pytorch.backends.base import Extras
+from dilated_attention_pytorch.ops.checks import resolve_layout
 from tests import dense
 from tests.strategies import cases
 
@@ -18,8 +19,8 @@ def test_kept_mass_is_the_dense_mass_on_the_pairs(case):
     got = kept_mass(case.q, case.k, case.layout, is_causal=case.is_causal, scale=case.scale, **masks)
     pairs = []
     for who in (case.layout, Full()):
-        layout, extras = check_call(case.q, case.k, case.v, who, case.is_causal, case.scale, 0.0, *masks.values(), True)
-        pairs.append(reference.counted_pairs(layout, case.q.shape[2], extras))
+        layout = resolve_layout(case.q, case.k, who, case.is_causal)
+        pairs.append(reference.counted_pairs(layout, case.q.shape[2], Extras(1.0, *masks.values())))
     _, weights = dense.attend(case.q, case.k, case.v, pairs[1], case.scale)
     nothing = ~pairs[1].any(-1)
     want = (weights * pairs[0]).sum(-1).masked_fill(nothing, 1.0)

@@ -151,7 +151,7 @@ def _backward(call: _Call, given: tuple[Tensor, ...], grads: tuple[Tensor, Tenso
         dqueries = call.load("dqueries", out, unit)
         delta = dqueries.mul_(grad).sum(-1) - call.load_lse("dlse", dlse, unit)
         dqueries[call.empty_rows(unit)] = 0.0
-        total = call.load_lse("total", lse, unit)
+        total = call.load_lse("total", lse, unit, behind=torch.inf)
         empty = total == -torch.inf
         total.masked_fill_(empty, torch.inf)  # no weight anywhere,
         delta.masked_fill_(empty, 0.0)  # and no gradient, even if an infinite one comes in
@@ -380,10 +380,10 @@ class _Call:
     def store(self, x: Tensor, unit: _Unit, tiles: Tensor) -> None:
         _from_blocks(x[unit.sample, unit.tokens, unit.heads], tiles.unflatten(1, (self.stacked, -1)))
 
-    def load_lse(self, name: str, x: Tensor, unit: _Unit) -> Tensor:
+    def load_lse(self, name: str, x: Tensor, unit: _Unit, behind: float = 0.0) -> Tensor:
         """Rows of a (batch, heads, seq_q) tensor as [rows, M]."""
         tiles = self.scratch(name, len(unit.rows), self.stacked, self.layout.block_q, 1)
-        _into_blocks(tiles, x[unit.sample, unit.heads, unit.tokens].mT[..., None])
+        _into_blocks(tiles, x[unit.sample, unit.heads, unit.tokens].mT[..., None], behind)
         return tiles.flatten(1)
 
     def store_lse(self, x: Tensor, unit: _Unit, tiles: Tensor) -> None:
@@ -537,14 +537,14 @@ class _Call:
         return kept.flatten(1, 2).to(compute_dtype(self.k.dtype)).div_(1.0 - self.extras.dropout_p)
 
 
-def _into_blocks(blocks: Tensor, tokens: Tensor) -> None:
-    """Copy tokens [seq, heads, D] into blocks [n, heads, block, D]; zeros behind the end."""
+def _into_blocks(blocks: Tensor, tokens: Tensor, behind: float = 0.0) -> None:
+    """Copy tokens [seq, heads, D] into blocks [n, heads, block, D]; zeros, or what is said, behind the end."""
     whole, rest = divmod(len(tokens), blocks.shape[2])
     blocks[:whole].copy_(tokens[: len(tokens) - rest].unflatten(0, (whole, blocks.shape[2])).transpose(1, 2))
     if rest:
         blocks[whole, :, :rest] = tokens[len(tokens) - rest :].transpose(0, 1)
-        blocks[whole, :, rest:] = 0
-    blocks[whole + (rest > 0) :] = 0
+        blocks[whole, :, rest:] = behind
+    blocks[whole + (rest > 0) :] = behind
 
 
 def _from_blocks(tokens: Tensor, blocks: Tensor) -> None:
