@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -10,6 +11,8 @@ from torch import Tensor
 from ..layout.rows import CacheRows
 from ..layout.rules import key_bounds
 from .base import Extras, compute_dtype
+
+SHORT = 32  # tokens of a run below which gathering is quicker than products of runs
 
 
 class Cache(NamedTuple):
@@ -31,12 +34,26 @@ class Cache(NamedTuple):
         """Tokens that a sample has room for."""
         return self.k.shape[1] * (1 if self.page_table is None else self.page_table.shape[1])
 
-    def take(self, x: Tensor, sample: int, token: Tensor) -> Tensor:
-        """Keys or values of some tokens, (tokens, heads_kv, head_dim)."""
+    def pieces(self, token: Tensor) -> list[slice | Tensor]:
+        """Some tokens, ascending, as runs that lie together; as they are where runs would be short."""
+        apart = token.diff() != 1
+        if self.page_table is not None:
+            page = token // self.k.shape[1]
+            apart |= page.diff() != 0
+        edges = [0, *(apart.nonzero()[:, 0] + 1).tolist(), len(token)]
+        if len(edges) * SHORT > len(token):
+            return [token] if len(token) else []
+        return [slice(int(token[a]), int(token[b - 1]) + 1) for a, b in pairwise(edges)]
+
+    def take(self, x: Tensor, sample: int, piece: slice | Tensor) -> Tensor:
+        """Keys or values of a piece, (tokens, heads_kv, head_dim); a run is a view."""
         if self.page_table is None:
-            return x[sample, token]
+            return x[sample, piece]
         size = x.shape[1]
-        return x[self.page_table[sample, token // size].long(), token % size]
+        if isinstance(piece, Tensor):
+            return x[self.page_table[sample, piece // size].long(), piece % size]
+        page, first = divmod(piece.start, size)
+        return x[int(self.page_table[sample, page]), first : first + piece.stop - piece.start]
 
 
 def decode(q: Tensor, cache: Cache, rows: CacheRows, extras: Extras) -> tuple[Tensor, Tensor]:
@@ -54,14 +71,19 @@ def decode(q: Tensor, cache: Cache, rows: CacheRows, extras: Extras) -> tuple[Te
             if extras.key_padding_mask is not None:
                 token = token[~extras.key_padding_mask[sample, token]]
             own, own_kv = (_share(n, part, parts) for n in (heads, cache.k.shape[2]))
-            k, v = (cache.take(x[:, :, own_kv], sample, token).to(dtype) for x in (cache.k, cache.v))
-            query = q[sample, t, own].to(dtype).unflatten(0, (k.shape[1], -1)) * extras.scale
-            scores = torch.einsum("hgd,khd->hgk", query, k)
+            pieces = cache.pieces(token)
+            keys, values = (
+                [cache.take(x[:, :, own_kv], sample, piece).to(dtype).transpose(0, 1) for piece in pieces]
+                for x in (cache.k, cache.v)
+            )
+            query = q[sample, t, own].to(dtype).unflatten(0, (own_kv.stop - own_kv.start, -1)) * extras.scale
+            scores = torch.cat([query @ k.mT for k in keys] or [query[..., :0]], dim=-1)
             if extras.softcap:
                 scores = extras.softcap * torch.tanh(scores / extras.softcap)
             if extras.slopes is not None:
-                scores = scores - extras.slopes[own].view(k.shape[1], -1, 1) * (position - token).abs()
-            mixed = torch.einsum("hgk,khd->hgd", torch.softmax(scores, -1), v)  # 0 where there is no key
+                scores = scores - extras.slopes[own].view(len(query), -1, 1) * (position - token).abs()
+            weights = torch.softmax(scores, -1).split([v.shape[1] for v in values], dim=-1) if pieces else ()
+            mixed = sum((w @ v for w, v in zip(weights, values, strict=True)), torch.zeros_like(query))
             out[sample, t, own], lse[sample, own, t] = mixed.flatten(0, 1).to(q.dtype), scores.logsumexp(-1).flatten()
     return out, lse
 
@@ -73,7 +95,7 @@ def _share(num: int, part: int, parts: int) -> slice:
 
 
 def _tokens_seen(rows: CacheRows, i: int, part: int, position: int, length: int) -> Tensor:
-    """The keys that query `i` sees by list `part`."""
+    """The keys that query `i` sees by list `part`, ascending."""
     row = int(rows.first[i]) + part
     start, stop, split = *rows.lists.offsets[row : row + 2].tolist(), int(rows.lists.splits[row])
     token = rows.lists.indices[start:stop, None].long() * rows.block
@@ -87,4 +109,4 @@ def _tokens_seen(rows: CacheRows, i: int, part: int, position: int, length: int)
             partial = token[split - start :]
             allowed |= (partial >= first[:, None]) & (partial <= last[:, None])
         seen[split - start :] &= allowed
-    return token[seen]
+    return token[seen].sort().values
