@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from dilated_attention_pytorch import (
@@ -297,3 +298,60 @@ def test_lse_is_the_natural_logarithm():
     assert (out.item(), lse.item()) == (7.0, 15.0)
     out, lse = block_sparse_attention(q, k.repeat(1, 4, 1, 1), v.repeat(1, 4, 1, 1), Full(), return_lse=True, scale=1.0)
     assert lse.item() == pytest.approx(15.0 + torch.tensor(4.0).log().item())
+
+
+class TestEager:
+    """Plain calls go past the dispatcher; everything else goes through it, and gives the same."""
+
+    @pytest.mark.parametrize("name", OPTIONS)
+    def test_the_same_bits_with_somebody_looking_on(self, name):
+        class LookingOn(TorchDispatchMode):
+            def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+                seen.add(func.name())
+                return func(*args, **(kwargs or {}))
+
+        seen = set()
+        slopes = OPTIONS[name].get("slopes")
+        options = {n: x for n, x in OPTIONS[name].items() if n not in ("seed", "slopes")} | {"alibi_slopes": slopes}
+        pattern = SlidingWindow(30, 0) | GlobalTokens(3)
+        tensors = qkv()
+
+        def call():
+            torch.manual_seed(0)
+            out, lse = block_sparse_attention(*tensors, pattern, backend="blockwise", return_lse=True, **options)
+            return out, lse, *torch.autograd.grad((out.square().sum(), lse.sum()), tensors)
+
+        plain = call()
+        with LookingOn():
+            watched = call()
+        assert seen >= {f"dilated_attention_pytorch::block_sparse_{way}" for way in ("forward", "backward")}
+        assert all(map(torch.equal, plain, watched))
+
+    def test_a_mask_that_is_changed_before_the_backward_is_noticed(self):
+        q, k, v = qkv()
+        padding = torch.zeros(2, 100, dtype=torch.bool)
+        out = block_sparse_attention(q, k, v, SlidingWindow(30, 0), key_padding_mask=padding)
+        padding[:, 5] = True
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()
+
+    def test_saved_tensors_can_be_packed(self):
+        """Offloading and activation checkpointing see what is kept."""
+        tensors, packed = qkv(), []
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: packed.append(x.shape) or x.clone(), lambda x: x):
+            out = block_sparse_attention(*tensors, SlidingWindow(30, 0))
+        out.sum().backward()
+        assert packed[:4] == [*(x.shape for x in tensors), out.shape]
+
+    def test_tangents_are_refused_without_gradients_too(self):
+        q, k, v = qkv(requires_grad=False)
+        with torch.autograd.forward_ad.dual_level(), torch.no_grad():
+            dual = torch.autograd.forward_ad.make_dual(q, torch.ones_like(q))
+            with pytest.raises(RuntimeError, match="no forward-mode derivative"):
+                block_sparse_attention(dual, k, v, SlidingWindow(30, 0))
+
+    def test_functional_transforms_are_an_error_of_pytorch(self):
+        """Operators with list arguments have none: loud, and not a gradient of something else."""
+        q, k, v = qkv(requires_grad=False)
+        with pytest.raises(RuntimeError, match="functorch transforms"):
+            torch.func.grad(lambda q: block_sparse_attention(q, k, v, SlidingWindow(30, 0)).sum())(q)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -113,9 +114,13 @@ def attend(
         if parts:
             return with_constant_shares([chosen.attention(q, k, v, part, extras) for part in parts])
         return chosen.attention(q, k, v, layout, extras)
-    _refuse_forward_mode(q, k, v)
-    ordered = getattr(chosen, "ordered", False)
     training = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    _refuse_forward_mode(q, k, v)
+    if _nobody_looks_on(q, k, v):
+        if not training:
+            return chosen.forward(q, k, v, layout, extras)
+        return _Attention.apply(q, k, v, (layout, *parts), extras, chosen)
+    ordered = getattr(chosen, "ordered", False)
     tensors: list[Tensor] = []
     sizes: list[int] = []
     for each in (layout, *parts):
@@ -152,6 +157,88 @@ def with_constant_shares(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Te
     shares = [torch.exp(part_lse - torch.where(lse == -torch.inf, 0.0, lse)).detach() for _, part_lse in parts]
     mixed = [part * share.transpose(1, 2)[..., None] for (part, _), share in zip(parts, shares, strict=True)]
     return torch.stack(mixed).sum(0).to(parts[0][0].dtype), lse
+
+
+def _nobody_looks_on(*tensors: Tensor) -> bool:
+    """Whether this is plain eager PyTorch: no graph is traced, no mode or transform intercepts, no subclass.
+
+    Then the way through the dispatcher, most of the time of a short call, has no one to serve.
+    """
+    return not (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._len_torch_function_stack()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._get_tracing_state() is not None
+        or any(type(x) not in (Tensor, torch.nn.Parameter) for x in tensors)
+    )
+
+
+class _Attention(torch.autograd.Function):
+    """The operator below for eager calls. Masks stand apart from `extras`, so that a change of them is noticed."""
+
+    @staticmethod
+    def forward(  # with ctx, not with setup_context, which would take as long as the rest
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layouts: Sequence[BlockLayout],
+        extras: Extras,
+        backend: ModuleType,
+    ) -> tuple[Tensor, Tensor]:
+        out, lse = backend.forward(q, k, v, layouts[0], extras)
+        masks = extras.key_padding_mask, extras.document_ids, extras.seed, extras.slopes
+        ctx.save_for_backward(q, k, v, out, lse, *masks)
+        ctx.layouts, ctx.extras, ctx.backend = layouts, extras, backend
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
+        *tensors, key_padding_mask, document_ids, seed, slopes = ctx.saved_tensors
+        masks = {"key_padding_mask": key_padding_mask, "document_ids": document_ids, "seed": seed, "slopes": slopes}
+        gradients: Callable[..., tuple[Tensor, ...]] = _Gradients.apply if torch.is_grad_enabled() else _gradients
+        extras = ctx.extras._replace(**masks)
+        return *gradients(do, dlse, *tensors, ctx.layouts, extras, ctx.backend), None, None, None
+
+
+class _Gradients(torch.autograd.Function):
+    """Where somebody may differentiate again."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+        return _gradients(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> None:
+        _no_second_derivative(ctx, *grads)
+
+
+def _gradients(
+    do: Tensor,
+    dlse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    layouts: Sequence[BlockLayout],
+    extras: Extras,
+    backend: ModuleType,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv; the layouts are the whole and the parts of `attend`."""
+    whole, *parts = layouts
+    if not parts:
+        return backend.backward(do, dlse, q, k, v, out, lse, whole, extras)
+    # With the lse of the whole, the weights of a part are its own times its share of the row: a constant.
+    dtype = compute_dtype(q.dtype)
+    dq, dk, dv = (torch.zeros_like(x, dtype=dtype, memory_format=torch.contiguous_format) for x in (q, k, v))
+    for part in parts:
+        part_out, _ = backend.forward(q, k, v, part, extras)
+        more = backend.backward(do, dlse, q, k, v, part_out, lse, part, extras)
+        for total, x in zip((dq, dk, dv), more, strict=True):
+            total += x
+    return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
 
 
 def _refuse_forward_mode(*tensors: Tensor) -> None:
@@ -252,19 +339,8 @@ def _backward(
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     extras = Extras(scale, key_padding_mask, document_ids, dropout_p, seed, softcap, slopes)
-    whole, *parts = BlockLayout.unflatten_all(layout, sizes)
-    chosen = BY_NAME[backend]
-    if not parts:
-        return chosen.backward(do, dlse, q, k, v, out, lse, whole, extras)
-    # With the lse of the whole, the weights of a part are its own times its share of the row: a constant.
-    dtype = compute_dtype(q.dtype)
-    dq, dk, dv = (torch.zeros_like(x, dtype=dtype, memory_format=torch.contiguous_format) for x in (q, k, v))
-    for part in parts:
-        part_out, _ = chosen.forward(q, k, v, part, extras)
-        more = chosen.backward(do, dlse, q, k, v, part_out, lse, part, extras)
-        for total, x in zip((dq, dk, dv), more, strict=True):
-            total += x
-    return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
+    layouts = BlockLayout.unflatten_all(layout, sizes)
+    return _gradients(do, dlse, q, k, v, out, lse, layouts, extras, BY_NAME[backend])
 
 
 @_backward.register_fake
