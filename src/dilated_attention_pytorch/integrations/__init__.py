@@ -1,0 +1,4 @@
+"""Patterns inside models that were written for other attention: `huggingface` for transformers, `pytorch` for torch.nn.
+
+Nothing here is imported with the package; `huggingface` needs transformers.
+"""
