@@ -13,7 +13,12 @@ SOURCE = Path(dap.__file__).parent
 
 # A folder imports only from folders to its left (DESIGN: the way data flows).
 ORDER = ["patterns", "layout", "memory", "kernels", "backends", "ops", "distributed", "nn", "models"]
-READERS = {"viz": {"patterns", "layout"}, "testing": set(ORDER), "cli": {*ORDER, "viz", "testing"}}
+READERS = {
+    "integrations": set(ORDER),
+    "viz": {"patterns", "layout"},
+    "testing": set(ORDER),
+    "cli": {*ORDER, "viz", "testing"},
+}
 
 
 def test_every_public_name_is_there():

@@ -1,4 +1,4 @@
-"""Models of transformers, small and random: attention over a pattern is eager attention with that pattern's dense mask."""
+"""Models of transformers, small and random: over a pattern they give what eager attention with its dense mask gives."""
 
 import copy
 from dataclasses import dataclass
@@ -69,7 +69,9 @@ DECODERS = {
     "gpt_oss": (
         GptOssForCausalLM,
         GptOssConfig,
-        GROUPED | MIXED | {"head_dim": 16, "num_local_experts": 2, "num_experts_per_tok": 1},
+        GROUPED
+        | MIXED
+        | {"head_dim": 16, "num_local_experts": 2, "num_experts_per_tok": 1, "experts_implementation": "eager"},
     ),
 }
 ENCODERS = {
@@ -212,7 +214,7 @@ def test_sparse_is_eager_with_the_dense_mask(kind):
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("kind", ["llama", "mistral", "bert"])
 def test_padding_changes_nothing(kind, side):
-    """A padded row gives what it gives alone, whichever side is padded, though the pattern starts at the first token."""
+    """A padded row gives what it gives alone, whichever side is padded: patterns start at its first token."""
     model, ids = build(kind), tokens()
     register("sparse", SPARSE)
     model.set_attn_implementation("sparse")
@@ -305,7 +307,7 @@ def test_patterns_that_depend_on_the_length(pattern, cache):
     register("unsteady", pattern)
     model.set_attn_implementation("unsteady")
     torch.testing.assert_close(outputs(model, ids), EagerWith(model, lambda layer: pattern)(ids), rtol=1e-9, atol=1e-9)
-    with pytest.raises(ValueError, match="depend on the length of the sequence.*length="):
+    with pytest.raises(ValueError, match=r"depend on the length of the sequence.*length="):
         generated(model, ids, cache_implementation=cache)
     register("unsteady", pattern, length=100)
     want = EagerWith(model, lambda layer: OfLength(pattern, 100)).generate(ids, 14)
@@ -360,18 +362,17 @@ def test_an_encoder_that_makes_no_mask():
     torch.testing.assert_close(model(images)[0], want, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma2", "bert"])
+@pytest.mark.parametrize("kind", ["llama", "bert"])
 def test_compiled(kind):
     """Outside of the graph is only the making of the mask. Outputs and gradients."""
-    model, ids = build(kind, num_hidden_layers=1, **({"layer_types": ["sliding_attention"]} if kind == "gemma2" else {})), tokens()
+    model, ids = build(kind, num_hidden_layers=1), tokens()
     register("sparse", SPARSE)
     model.set_attn_implementation("sparse")
     compiled = torch.compile(model, backend="aot_eager")
     mask = torch.ones_like(ids)
     mask[0, :5] = 0
-    for options in ({}, {"attention_mask": mask}):
-        want, got = outputs(model, ids, **options), outputs(compiled, ids, **options)
-        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+    want, got = (outputs(each, ids, attention_mask=mask) for each in (model, compiled))
+    torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
     grads = [
         torch.autograd.grad(out.square().sum(), list(model.parameters()), materialize_grads=True, allow_unused=True)
         for out in (got, want)
@@ -380,20 +381,17 @@ def test_compiled(kind):
 
 
 def test_compiled_decoding_with_a_static_cache():
-    """One graph for all new tokens."""
+    """One graph for the prompt and one for all new tokens."""
     from torch._dynamo.testing import CompileCounterWithBackend
 
-    model, ids = build("llama"), tokens()
+    model, ids = build("llama", num_hidden_layers=1), tokens()
     register("steady", STEADY["window and sinks"])
     model.set_attn_implementation("steady")
     want = generated(model, ids, cache_implementation="static")
     counter = CompileCounterWithBackend("aot_eager")
     model.forward = torch.compile(model.forward, backend=counter)
-    first = generated(model, ids, 4, cache_implementation="static", max_length=None)
-    assert want[:, : SEQ + 4].equal(first)
-    graphs = counter.frame_count
     assert generated(model, ids, cache_implementation="static").equal(want)
-    assert counter.frame_count <= graphs + 2  # another capacity, once
+    assert counter.frame_count == 2
 
 
 def test_gradient_checkpointing_with_dropout():
@@ -502,7 +500,7 @@ class TestRefused:
     def test_documents_of_another_length(self, model):
         register("sparse", Documents((30, 10)))
         outputs(model, tokens())
-        with pytest.raises(ValueError, match="Documents.*depend on the length"):
+        with pytest.raises(ValueError, match=r"Documents.*depend on the length"):
             generated(model, tokens())
 
     @pytest.mark.parametrize("name", ["eager", "sdpa", "my_flash", "paged|x", "org/kernel", ""])
@@ -523,7 +521,7 @@ class TestRefused:
     def test_the_mask_is_for_us_alone(self):
         with pytest.raises(TypeError, match="for its attention alone"):
             model_mask(4).sum()
-        with pytest.raises(TypeError, match="cannot be made torch.float32"):
+        with pytest.raises(TypeError, match=r"cannot be made torch\.float32"):
             model_mask(4).float()
         assert model_mask(4).to("meta").lengths.device.type == "meta"
 

@@ -186,7 +186,7 @@ class Mask(Tensor):
         **tensors: Tensor | None,
     ) -> Mask:
         device = tensors["lengths"].device  # type: ignore[union-attr]
-        self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=device)  # type: ignore[attr-defined]
+        self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=device)
         self.is_causal, self.window, self.cached, self.dropped = is_causal, window, cached, dropped
         for name in cls.TENSORS:
             setattr(self, name, tensors.get(name))
@@ -197,11 +197,11 @@ class Mask(Tensor):
         return names, (tuple(self.shape), self.is_causal, self.window, self.cached, self.dropped)
 
     @staticmethod
-    def __tensor_unflatten__(tensors: dict[str, Tensor], context: tuple[Any, ...], *_: Any) -> Mask:
+    def __tensor_unflatten__(tensors: dict[str, Any], context: tuple[Any, ...], *_: Any) -> Mask:
         return Mask(*context, **tensors)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         aten = torch.ops.aten
         if func not in (aten.detach.default, aten.alias.default, aten.clone.default, aten._to_copy.default):
             raise TypeError(f"a mask of {__name__} is for its attention alone and knows no {func}")
@@ -246,7 +246,9 @@ class _Attention:
                 f"{q_offset} on, {kv_length} keys, and no causal mask"
             )
         if self.length is not None and int(q_offset) + q_length > self.length:
-            raise ValueError(f"registered for length={self.length}, got a sequence of {int(q_offset) + q_length} tokens")
+            raise ValueError(
+                f"registered for length={self.length}, got a sequence of {int(q_offset) + q_length} tokens"
+            )
         length = torch.as_tensor(q_offset - kv_offset + q_length, dtype=torch.int64, device=device)
         tensors: dict[str, Tensor | None] = {"lengths": length.repeat(batch_size), "document_ids": document_ids}
         if attention_mask is not None:
@@ -285,64 +287,21 @@ class _Attention:
         _refuse(mask, is_causal, sliding_window, keywords)
         layer = self._layer_of(module)
         pattern = _narrowed(layer.pattern.number, *mask.window)
-        options = {"scale": scaling, "softcap": softcap, "sinks": s_aux, "backend": self.backend}
-        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-        if not mask.cached:
-            if mask.is_causal:  # a cache may have room for more
-                k, v = k[:, : q.shape[1]], v[:, : q.shape[1]]
-            hidden, first = mask.key_padding_mask, mask.first_tokens if layer.anchored else None
-            if first is not None:
-                q, k, v, hidden = (_turned(x, first) for x in (q, k, v, hidden))
-            out = block_sparse_attention(
-                q,
-                k,
-                v,
-                pattern,
-                is_causal=mask.is_causal,
-                dropout_p=dropout,
-                key_padding_mask=hidden,
-                document_ids=mask.document_ids,
-                **options,
-            )
-            return (out if first is None else _turned(out, -first)), None
-        return self._decode(q, k, v, layer, pattern, mask, dropout, options), None
-
-    def _decode(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        layer: _Layer,
-        pattern: Pattern,
-        mask: Mask,
-        dropout: float,
-        options: dict[str, Any],
-    ) -> Tensor:
-        """New tokens against a cache: what their rows would be if the whole sequence was computed again."""
-        if layer.unsteady is not None:
-            raise ValueError(
-                f"rows of {layer.unsteady} depend on the length of the sequence, which grows with a cache: "
-                "register the pattern with length=, or generate with use_cache=False"
-            )
-        if dropout:
-            raise ValueError(f"dropout must be 0 with a cache, got {dropout}")
-        hidden, lengths = mask.key_padding_mask, mask.lengths
-        if layer.anchored and mask.dropped:
-            # Back to where they were; nobody looks at what the cache has dropped, it is outside of the model's window.
-            k, v = (pad(x, (0, 0, 0, 0, mask.dropped, 0)) for x in (k, v))
-            hidden = None if hidden is None else pad(hidden, (mask.dropped, 0))
-            lengths = lengths + mask.dropped
-        if layer.anchored and mask.first_tokens is not None:
-            k, v, hidden = (_turned(x, mask.first_tokens) for x in (k, v, hidden))
-            lengths = lengths - mask.first_tokens
-        return decode_attention(q, k, v, pattern, lengths=lengths, key_padding_mask=hidden, **options)
+        options: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sinks": s_aux, "backend": self.backend}
+        qkv = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        if mask.cached:
+            _refuse_in_cache(layer, dropout)
+            return _decode(*qkv, pattern, mask, layer.anchored, options), None
+        return _attend(*qkv, pattern, mask, layer.anchored, options | {"dropout_p": dropout}), None
 
     def _layer_of(self, module: nn.Module) -> _Layer:
         if not self.layers:
             return self.default
         number = getattr(module, "layer_idx", None)
         if number is None:
-            raise ValueError(f"layers= needs to know the number of a layer, and {type(module).__name__} has no layer_idx")
+            raise ValueError(
+                f"layers= needs to know the number of a layer, and {type(module).__name__} has no layer_idx"
+            )
         last = max(self.layers)
         if last >= module.config.num_hidden_layers:  # type: ignore[union-attr,operator]
             raise ValueError(f"layers names layer {last}, but the model has {module.config.num_hidden_layers}")  # type: ignore[union-attr]
@@ -375,7 +334,7 @@ def _leaves(function: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
             f"the model hides tokens by a rule that is not understood: {getattr(function, '__qualname__', function)}; "
             "causal and bidirectional masks, sliding windows, padding and packed documents are"
         )
-    made_with = [cell.cell_contents for cell in function.__closure__ or ()]  # type: ignore[attr-defined]
+    made_with = [cell.cell_contents for cell in function.__closure__ or ()]
     if KINDS[code] == "and":
         for part in made_with[0]:
             yield from _leaves(part)
@@ -433,6 +392,53 @@ def _refuse(mask: Mask, is_causal: bool | None, sliding_window: int | None, keyw
         raise ValueError(f"{name}={value!r} cannot be honoured by attention over a pattern")
 
 
+def _refuse_in_cache(layer: _Layer, dropout: float) -> None:
+    if layer.unsteady is not None:
+        raise ValueError(
+            f"rows of {layer.unsteady} depend on the length of the sequence, which grows with a cache: "
+            "register the pattern with length=, or generate with use_cache=False"
+        )
+    if dropout:
+        raise ValueError(f"dropout must be 0 with a cache, got {dropout}")
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, mask: Mask, anchored: bool, options: dict[str, Any]
+) -> Tensor:
+    """A whole sequence."""
+    if mask.is_causal:  # a cache may have room for more
+        k, v = k[:, : q.shape[1]], v[:, : q.shape[1]]
+    hidden, first = mask.key_padding_mask, mask.first_tokens if anchored else None
+    if first is not None and hidden is not None:
+        q, k, v, hidden = (_turned(x, first) for x in (q, k, v, hidden))
+    options = options | {"key_padding_mask": hidden, "document_ids": mask.document_ids}
+    out = block_sparse_attention(q, k, v, pattern, is_causal=mask.is_causal, **options)
+    assert isinstance(out, Tensor)
+    return out if first is None else _turned(out, -first)
+
+
+def _decode(
+    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, mask: Mask, anchored: bool, options: dict[str, Any]
+) -> Tensor:
+    """New tokens against a cache: what their rows would be if the whole sequence was computed again."""
+    hidden, lengths, first = mask.key_padding_mask, mask.lengths, mask.first_tokens
+    if anchored and mask.dropped:
+        # Back to where they were. Nobody looks at what the cache has dropped: it is outside of the model's window.
+        k, v = (pad(x, (0, 0, 0, 0, mask.dropped, 0)) for x in (k, v))
+        hidden = None if hidden is None else pad(hidden, (mask.dropped, 0))
+        lengths = lengths + mask.dropped
+    if anchored and first is not None and hidden is not None:
+        k, v, hidden = (_turned(x, first) for x in (k, v, hidden))
+        lengths = lengths - first
+    return decode_attention(q, k, v, pattern, lengths=lengths, key_padding_mask=hidden, **options)
+
+
+def _turned(x: Tensor, by: Tensor) -> Tensor:
+    """(batch, seq, …) where token `by` of each row becomes its first, and those before it its last."""
+    place = (torch.arange(x.shape[1], device=x.device) + by[:, None]) % x.shape[1]
+    return torch.take_along_dim(x, place.reshape(*place.shape, *[1] * (x.ndim - 2)), dim=1)
+
+
 @constant_in_graphs
 def _narrowed(number: int, left: int | None, right: int | None) -> Pattern:
     """A pattern inside the model's own window, the same object every time."""
@@ -442,9 +448,3 @@ def _narrowed(number: int, left: int | None, right: int | None) -> Pattern:
 @lru_cache
 def _inside(pattern: Pattern, left: int | None, right: int | None) -> Pattern:
     return pattern & SlidingWindow(left, right)
-
-
-def _turned(x: Tensor, by: Tensor) -> Tensor:
-    """(batch, seq, …) where token `by` of each row becomes its first, and those before it its last."""
-    place = (torch.arange(x.shape[1], device=x.device) + by[:, None]) % x.shape[1]
-    return torch.take_along_dim(x, place.reshape(*place.shape, *[1] * (x.ndim - 2)), dim=1)
