@@ -159,13 +159,15 @@ class Mask(Tensor):
         window: how far back and forth queries see, in tokens; None is no bound.
         cached: whether keys lie in a cache and queries are the last of them.
         dropped: how many keys a cache has dropped before the first one.
-        lengths: int64 [batch], how many keys there are, new ones included; a cache may have room for more.
+        lengths: int64 [batch], how many keys there are, new ones included; a cache may have room for more. On the CPU.
         key_padding_mask: bool [batch, keys], True where nobody sees the key.
         first_tokens: int64 [batch], the first token of each row that is not padding; None if all are 0.
+        real_lengths: lengths without what lies before the first token, where that is padding. On the CPU.
         document_ids: int64 [batch, keys] of packed documents.
     """
 
-    TENSORS = ("lengths", "key_padding_mask", "first_tokens", "document_ids")
+    COUNTS = ("lengths", "real_lengths")  # read to find blocks: on a GPU every layer would wait for them
+    TENSORS = (*COUNTS, "key_padding_mask", "first_tokens", "document_ids")
     is_causal: bool
     window: tuple[int | None, int | None]
     cached: bool
@@ -173,19 +175,20 @@ class Mask(Tensor):
     lengths: Tensor
     key_padding_mask: Tensor | None
     first_tokens: Tensor | None
+    real_lengths: Tensor | None
     document_ids: Tensor | None
 
     @staticmethod
     def __new__(
         cls,
         shape: tuple[int, ...],
+        device: torch.device,
         is_causal: bool,
         window: tuple[int | None, int | None],
         cached: bool,
         dropped: int,
         **tensors: Tensor | None,
     ) -> Mask:
-        device = tensors["lengths"].device  # type: ignore[union-attr]
         self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=device)
         self.is_causal, self.window, self.cached, self.dropped = is_causal, window, cached, dropped
         for name in cls.TENSORS:
@@ -194,7 +197,7 @@ class Mask(Tensor):
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
         names = [name for name in self.TENSORS if getattr(self, name) is not None]
-        return names, (tuple(self.shape), self.is_causal, self.window, self.cached, self.dropped)
+        return names, (tuple(self.shape), self.device, self.is_causal, self.window, self.cached, self.dropped)
 
     @staticmethod
     def __tensor_unflatten__(tensors: dict[str, Any], context: tuple[Any, ...], *_: Any) -> Mask:
@@ -208,8 +211,10 @@ class Mask(Tensor):
         mask, options = args[0], kwargs or {}
         if options.get("dtype", torch.bool) != torch.bool:
             raise TypeError(f"a mask of {__name__} is bool and cannot be made {options['dtype']}")
-        names, context = mask.__tensor_flatten__()
-        return cls(*context, **{name: getattr(mask, name).to(options.get("device", mask.device)) for name in names})
+        names, (shape, device, *rest) = mask.__tensor_flatten__()
+        device = options.get("device", device)
+        moved = {name: getattr(mask, name).to("cpu" if name in cls.COUNTS else device) for name in names}
+        return cls(shape, device, *rest, **moved)
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"Mask(shape={list(self.shape)}, is_causal={self.is_causal}, window={self.window})"
@@ -239,27 +244,30 @@ class _Attention:
     ) -> Mask:
         """See `AttentionMaskInterface`: what a call of the model hides. Runs once a call, outside of any graph."""
         is_causal, window, document_ids = _understood(mask_function)
-        cached = kv_offset > 0 or not isinstance(q_offset, int) or q_offset > 0
+        length = int(q_offset) + q_length
+        cached = length > q_length or kv_offset > 0
         if not is_causal and (cached or q_length != kv_length):
             raise ValueError(
                 f"a pattern speaks of one sequence that attends to itself; got {q_length} queries from token "
-                f"{q_offset} on, {kv_length} keys, and no causal mask"
+                f"{int(q_offset)} on, {kv_length} keys, and no causal mask"
             )
-        if self.length is not None and int(q_offset) + q_length > self.length:
-            raise ValueError(
-                f"registered for length={self.length}, got a sequence of {int(q_offset) + q_length} tokens"
-            )
-        length = torch.as_tensor(q_offset - kv_offset + q_length, dtype=torch.int64, device=device)
-        tensors: dict[str, Tensor | None] = {"lengths": length.repeat(batch_size), "document_ids": document_ids}
+        if self.length is not None and length > self.length:
+            raise ValueError(f"registered for length={self.length}, got a sequence of {length} tokens")
+        lengths = torch.full((batch_size,), length - kv_offset)
+        tensors: dict[str, Tensor | None] = {"lengths": lengths, "document_ids": document_ids}
         if attention_mask is not None:
+            if attention_mask.ndim != 2:
+                raise ValueError(f"attention_mask must be (batch, seq), got {list(attention_mask.shape)}")
             seen = attention_mask[:, : kv_offset + kv_length]
             if not seen.all():
                 hidden = ~pad(seen, (0, kv_offset + kv_length - seen.shape[1]))[:, kv_offset:]
                 tensors["key_padding_mask"] = hidden if cached else hidden[:, :q_length]
                 first_tokens = seen.int().argmax(1)
-                tensors["first_tokens"] = first_tokens if first_tokens.any() else None
+                if first_tokens.any():
+                    tensors["first_tokens"], tensors["real_lengths"] = first_tokens, lengths - first_tokens.cpu()
         return Mask(
             (batch_size, 1, q_length, kv_length),
+            torch.device(device),
             is_causal,
             window,
             cached,
@@ -374,8 +382,7 @@ def _mask_of(module: nn.Module, query: Tensor, key: Tensor, attention_mask: Tens
     if getattr(module, "is_causal", True) or several or query.shape[2] != key.shape[2]:
         raise ValueError(f"{kind} got no mask, and nothing else says what it may not see")
     batch, _, seq, _ = query.shape
-    lengths = torch.full((batch,), seq, device=query.device)
-    return Mask((batch, 1, seq, seq), False, (None, None), False, 0, lengths=lengths)
+    return Mask((batch, 1, seq, seq), query.device, False, (None, None), False, 0, lengths=torch.full((batch,), seq))
 
 
 def _refuse(mask: Mask, is_causal: bool | None, sliding_window: int | None, keywords: dict[str, Any]) -> None:
@@ -426,11 +433,13 @@ def _decode(
         # Back to where they were. Nobody looks at what the cache has dropped: it is outside of the model's window.
         k, v = (pad(x, (0, 0, 0, 0, mask.dropped, 0)) for x in (k, v))
         hidden = None if hidden is None else pad(hidden, (mask.dropped, 0))
-        lengths = lengths + mask.dropped
-    if anchored and first is not None and hidden is not None:
+    if anchored and first is not None and hidden is not None and mask.real_lengths is not None:
         k, v, hidden = (_turned(x, first) for x in (k, v, hidden))
-        lengths = lengths - first
-    return decode_attention(q, k, v, pattern, lengths=lengths, key_padding_mask=hidden, **options)
+        lengths = mask.real_lengths
+    lengths = lengths + mask.dropped if anchored else lengths
+    out = decode_attention(q, k, v, pattern, lengths=lengths, key_padding_mask=hidden, **options)
+    assert isinstance(out, Tensor)
+    return out
 
 
 def _turned(x: Tensor, by: Tensor) -> Tensor:
