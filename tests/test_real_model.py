@@ -1,12 +1,23 @@
 """A real model, SmolLM2-135M, with its attention replaced: `make test-model`. Skipped where it is not installed."""
 
+import copy
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 
-from dilated_attention_pytorch import Causal, TopK, block_sparse_attention, kept_mass, select_blocks
+from dilated_attention_pytorch import (
+    Causal,
+    Full,
+    GlobalTokens,
+    LocalBlocks,
+    SlidingWindow,
+    TopK,
+    block_sparse_attention,
+    kept_mass,
+    select_blocks,
+)
 from dilated_attention_pytorch.cli import main, models
 
 pytestmark = pytest.mark.skipif(
@@ -40,6 +51,61 @@ def test_dense_is_the_model_itself(smollm2):
     assert models.perplexity(model, ids) == want  # the model is as it was
 
 
+@pytest.fixture
+def registered(smollm2):
+    """`registered(name, pattern)`: the model with that attention, which it has until the test ends."""
+    from dilated_attention_pytorch.integrations.huggingface import register
+
+    model, _ = smollm2
+    before = model.config._attn_implementation
+
+    def use(name, pattern, **options):
+        if pattern is not None:
+            register(name, pattern, **options)
+        model.set_attn_implementation(name)
+        return model
+
+    yield use
+    model.set_attn_implementation(before)
+
+
+def greedy(model, ids, **options):
+    return model.generate(ids, max_new_tokens=32, do_sample=False, eos_token_id=None, **options)
+
+
+def test_full_gives_the_logits_of_eager_within_rounding(smollm2, registered):
+    """In float32 we may err as much as eager does against float64, times 4, plus one rounding."""
+    _, ids = smollm2
+    with torch.no_grad():
+        eager = registered("eager", None)(ids).logits
+        exact = copy.deepcopy(registered("eager", None)).double()(ids).logits
+        ours = registered("full", Full())(ids).logits
+    bound = 4 * (eager - exact).abs().max() + torch.finfo(torch.float32).eps * exact.abs().max()
+    assert (ours - exact).abs().max() <= bound
+
+
+@pytest.mark.parametrize("cache", [None, "static"])
+def test_full_generates_what_eager_generates(smollm2, registered, cache):
+    _, ids = smollm2
+    want = greedy(registered("eager", None), ids[:, :128])
+    assert greedy(registered("full", Full()), ids[:, :128], cache_implementation=cache).equal(want)
+
+
+SPARSE = {
+    "window": SlidingWindow(63, 0) | GlobalTokens(4),
+    "blocks": LocalBlocks(64, block_size=32, causal=True) | GlobalTokens(32),
+}
+
+
+@pytest.mark.parametrize("cache", [None, "static"])
+@pytest.mark.parametrize("pattern", SPARSE.values(), ids=SPARSE)
+def test_a_cache_generates_what_computing_again_does(smollm2, registered, pattern, cache):
+    _, ids = smollm2
+    model = registered("sparse", pattern, layers={0: None})
+    want = greedy(model, ids[:, :128], use_cache=False)
+    assert greedy(model, ids[:, :128], cache_implementation=cache).equal(want)
+
+
 def test_half_of_the_blocks_costs_little_and_no_sink_a_lot(smollm2):
     """The gap between a choice from the content and a window without the first tokens, on a real model."""
     model, ids = smollm2
@@ -57,8 +123,6 @@ def test_half_of_the_blocks_costs_little_and_no_sink_a_lot(smollm2):
     assert len(kept) == model.config.num_hidden_layers
     assert torch.stack(kept).mean() > 0.9
     assert sparse < 1.06 * dense
-    from dilated_attention_pytorch import SlidingWindow
-
     with models.attention_of(model, attend_by(lambda q, k, scale: SlidingWindow(256, 0))):
         assert models.perplexity(model, ids) > 1.1 * dense
 
