@@ -84,6 +84,7 @@ ENCODERS = {
 }
 SPARSE = SlidingWindow(5, 3) | GlobalTokens(2)
 SEQ = 40
+OURS = object()
 
 
 @pytest.fixture(autouse=True)
@@ -350,7 +351,7 @@ def test_beams():
     assert generated(model, ids, num_beams=3).equal(want)
 
 
-def test_an_encoder_that_makes_no_mask():
+def test_an_encoder_of_images():
     config = ViTConfig(
         hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, image_size=24, patch_size=4
     )
@@ -473,6 +474,12 @@ class TestRefused:
         with pytest.raises(ValueError, match="output_attentions=True cannot be honoured"):
             attend(model, output_attentions=True)
 
+    def test_no_mask_and_that_of_another(self, model):
+        with pytest.raises(ValueError, match="LlamaAttention got no mask"):
+            attend(model, mask=None)
+        with pytest.raises(ValueError, match=r"the mask is for \[5, 5\] queries and keys, but .* got \[4, 4\]"):
+            attend(model, mask=model_mask(5))
+
     def test_is_causal_against_the_mask(self, model):
         with pytest.raises(ValueError, match="is_causal=False, but the model's mask says True"):
             attend(model, is_causal=False)
@@ -528,11 +535,12 @@ class TestRefused:
         assert (moved.device.type, moved.lengths.device.type) == ("meta", "cpu")
 
 
-def attend(model, **keywords):
+def attend(model, mask=OURS, **keywords):
     """The first layer's attention alone."""
     x = torch.randn(2, 4, 32, dtype=torch.float64)
     turn = torch.ones(1, 4, 8).double(), torch.zeros(1, 4, 8).double()
-    return model.model.layers[0].self_attn(x, position_embeddings=turn, attention_mask=model_mask(4), **keywords)
+    mask = model_mask(4) if mask is OURS else mask
+    return model.model.layers[0].self_attn(x, position_embeddings=turn, attention_mask=mask, **keywords)
 
 
 def model_mask(seq):

@@ -362,27 +362,23 @@ KINDS = {
 
 
 def _mask_of(module: nn.Module, query: Tensor, key: Tensor, attention_mask: Tensor | None) -> Mask:
-    """The mask that `_Attention.mask` made; encoders that hide nothing may have none."""
+    """The mask, if it is one that `_Attention.mask` made for these queries and keys."""
     kind = type(module).__name__
     if "CrossAttention" in kind or getattr(module, "is_cross_attention", False):
         raise ValueError(f"a pattern speaks of one sequence that attends to itself; {kind} attends to another")
-    if isinstance(attention_mask, Mask):
-        if attention_mask.shape[-2:] != (query.shape[2], key.shape[2]):
-            raise ValueError(
-                f"the mask is for {list(attention_mask.shape[-2:])} queries and keys, but {kind} got "
-                f"{[query.shape[2], key.shape[2]]}"
-            )
-        return attention_mask
-    if attention_mask is not None:
+    if attention_mask is None:
+        raise ValueError(f"{kind} got no mask, and nothing else says for sure what it may see")
+    if not isinstance(attention_mask, Mask):
         raise ValueError(
             f"{kind} got a mask of its own, {type(attention_mask).__name__} {list(attention_mask.shape)}, which cannot "
             "be combined with a pattern: give attention_mask as (batch, seq), packed documents by position_ids"
         )
-    several = getattr(module.config, "is_encoder_decoder", False) if hasattr(module, "config") else False
-    if getattr(module, "is_causal", True) or several or query.shape[2] != key.shape[2]:
-        raise ValueError(f"{kind} got no mask, and nothing else says what it may not see")
-    batch, _, seq, _ = query.shape
-    return Mask((batch, 1, seq, seq), query.device, False, (None, None), False, 0, lengths=torch.full((batch,), seq))
+    if attention_mask.shape[-2:] != (query.shape[2], key.shape[2]):
+        raise ValueError(
+            f"the mask is for {list(attention_mask.shape[-2:])} queries and keys, but {kind} got "
+            f"{[query.shape[2], key.shape[2]]}"
+        )
+    return attention_mask
 
 
 def _refuse(mask: Mask, is_causal: bool | None, sliding_window: int | None, keywords: dict[str, Any]) -> None:
