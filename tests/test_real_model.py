@@ -70,7 +70,7 @@ def registered(smollm2):
 
 
 def greedy(model, ids, **options):
-    return model.generate(ids, max_new_tokens=32, do_sample=False, eos_token_id=None, **options)
+    return model.generate(ids, max_new_tokens=16, do_sample=False, eos_token_id=None, **options)
 
 
 def test_full_gives_the_logits_of_eager_within_rounding(smollm2, registered):
@@ -84,11 +84,11 @@ def test_full_gives_the_logits_of_eager_within_rounding(smollm2, registered):
     assert (ours - exact).abs().max() <= bound
 
 
-@pytest.mark.parametrize("cache", [None, "static"])
-def test_full_generates_what_eager_generates(smollm2, registered, cache):
+def test_full_generates_what_eager_generates(smollm2, registered):
     _, ids = smollm2
     want = greedy(registered("eager", None), ids[:, :128])
-    assert greedy(registered("full", Full()), ids[:, :128], cache_implementation=cache).equal(want)
+    for cache in (None, "static"):
+        assert greedy(registered("full", Full()), ids[:, :128], cache_implementation=cache).equal(want)
 
 
 SPARSE = {
@@ -97,13 +97,13 @@ SPARSE = {
 }
 
 
-@pytest.mark.parametrize("cache", [None, "static"])
 @pytest.mark.parametrize("pattern", SPARSE.values(), ids=SPARSE)
-def test_a_cache_generates_what_computing_again_does(smollm2, registered, pattern, cache):
+def test_a_cache_generates_what_computing_again_does(smollm2, registered, pattern):
     _, ids = smollm2
     model = registered("sparse", pattern, layers={0: None})
     want = greedy(model, ids[:, :128], use_cache=False)
-    assert greedy(model, ids[:, :128], cache_implementation=cache).equal(want)
+    for cache in (None, "static"):
+        assert greedy(model, ids[:, :128], cache_implementation=cache).equal(want)
 
 
 def test_half_of_the_blocks_costs_little_and_no_sink_a_lot(smollm2):
