@@ -240,6 +240,18 @@ def test_packed_documents_do_not_see_each_other():
     torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
 
 
+def test_a_decoder_that_looks_both_ways():
+    """transformers lets a caller make a decoder an encoder; the mask says so, the module does not."""
+    model, ids = build("llama"), tokens()
+    model.set_attn_implementation("sdpa")
+    want = outputs(model, ids, is_causal=False, use_cache=False)
+    register("full", Full())
+    model.set_attn_implementation("full")
+    got = outputs(model, ids, is_causal=False, use_cache=False)
+    torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
+    assert not torch.allclose(got, outputs(model, ids))
+
+
 def test_layers_have_patterns_of_their_own():
     model, ids = build("llama"), tokens()
     per_head = PerHead((SlidingWindow(3, 0), SlidingWindow(9, 0), Causal(), SPARSE))

@@ -27,7 +27,7 @@ from torch.nn.functional import pad
 
 try:
     from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
-except ImportError as error:
+except ModuleNotFoundError as error:
     raise ImportError("transformers is not installed: pip install 'dilated-attention-pytorch[hf]'") from error
 
 from ..ops import block_sparse_attention, decode_attention
