@@ -330,3 +330,23 @@ def test_the_decoding_benchmark_refuses_a_wrong_answer(monkeypatch, tmp_path, ca
     monkeypatch.setattr(decode, "decode_attention", lambda q, k, v, pattern: q)
     with pytest.raises(SystemExit, match=r"wrong: 512 tokens, share 0.01: error"):
         decode.main()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a CUDA device, to interpret the kernels")
+def test_tuning_tries_every_kernel_and_refuses_a_wrong_one(monkeypatch, capsys):
+    pytest.importorskip("triton", reason="needs triton, which there is for Linux alone")
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    import tune
+    from dilated_attention_pytorch.kernels.configs import Config
+
+    candidates = [Config(64, 64, 4, 1), Config(128, 64, 4, 1)]
+    monkeypatch.setattr(tune, "PLAIN", candidates)
+    seconds = iter(range(100, 0, -1))  # the last one is the fastest
+    timing = {"seconds": lambda run: next(seconds), "rounds": 1}
+    rows = tune.tune_plain(16, torch.float32, 256, "cpu", **timing)
+    assert [row["kernel"].partition(",")[0] for row in rows] == ["forward", "dq", "dkv"]
+    assert all(row["best"] == candidates[1] and len(row["seconds"]) == 2 for row in rows)
+    assert "Configs(Config(128, 64, 4, 1), Config(128, 64, 4, 1), Config(128, 64, 4, 1))" in capsys.readouterr().out
+    problem = tune.Problem(16, torch.float32, 256, "cpu")
+    with pytest.raises(tune.GateError, match="is off by"):
+        tune.tried({"wrong": lambda: (problem.out * 2, problem.lse)}, problem.want["forward"], **timing)
