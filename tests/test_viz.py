@@ -10,10 +10,11 @@ from matplotlib.colors import to_rgb
 from matplotlib.image import imread
 
 from dilated_attention_pytorch.layout import BlockLayout
+from dilated_attention_pytorch.layout.branches import layout_of_branches, take_keys
 from dilated_attention_pytorch.ops import attention_with_weights
-from dilated_attention_pytorch.patterns import Blocks, Causal, Full, LocalBlocks, PerHead, SlidingWindow
+from dilated_attention_pytorch.patterns import Blocks, Branches, Causal, Full, LocalBlocks, PerHead, SlidingWindow
 from dilated_attention_pytorch.viz import COLOURS, State, block_states, draw_text, figures, plot_layout, plot_weights
-from dilated_attention_pytorch.viz.states import group
+from dilated_attention_pytorch.viz.states import picture
 
 LEGEND = "█ full  ▒ partial  · empty"
 
@@ -92,9 +93,36 @@ def test_states_agree_with_the_token_mask():
     assert torch.equal(block_states(layout), expected.to(torch.int8))
 
 
-def test_group_is_full_or_empty_only_where_all_blocks_are():
-    states = torch.tensor([[2, 2, 0, 0, 1], [2, 2, 0, 2, 1], [0, 0, 2, 2, 2]], dtype=torch.int8)
-    assert group(states, 2).tolist() == [[2, 1, 1], [0, 2, 2]]
+def states_of(allowed, height, width):
+    """The state of every cell of a mask of tokens, by looking at each."""
+    cells = [[cell for cell in rows.split(width, 1)] for rows in allowed.split(height)]
+    return [[2 if cell.all() else 1 if cell.any() else 0 for cell in row] for row in cells]
+
+
+@pytest.mark.parametrize("most", [3, 7, 100])
+@pytest.mark.parametrize("pattern", [SlidingWindow(40, 21), LocalBlocks(64, block_size=16), Causal()])
+def test_a_cell_is_full_or_empty_only_where_all_of_it_is(pattern, most):
+    layout = BlockLayout.from_pattern(pattern, 224, block_size=16)
+    cells, (height, width), note = picture(layout, most)
+    assert cells.tolist() == states_of(layout.to_dense(), height, width)
+    assert note == ("" if height == 16 else f"a cell is {height // 16} x {height // 16} blocks")
+
+
+@pytest.mark.parametrize("most", [9, 25, 97])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_dilated_attention_is_drawn_in_the_order_of_the_tokens(is_causal, most):
+    layout = layout_of_branches(Branches((8, 20, 50), (1, 2, 4)), 97, num_heads=4, is_causal=is_causal, classes=4)
+    for head, counts in enumerate(layout.to_dense()):
+        cells, (height, width), _ = picture(layout, most, head=head)
+        assert cells.tolist() == states_of(counts > 0, height, width)
+
+
+def test_parts_of_dilated_attention_are_not_drawn():
+    branches = Branches((8,), (2,))
+    with pytest.raises(ValueError, match="as many queries as keys"):
+        draw_text(layout_of_branches(branches, 8, 16, num_heads=2))
+    with pytest.raises(ValueError, match="not a part of one"):
+        draw_text(take_keys(layout_of_branches(branches, 2048, num_heads=2, queries=range(1024)), range(1024, 2048)))
 
 
 def pixel(path: Path, axis, key: float, query: float) -> tuple[float, ...]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..layout import BlockLayout
 from ..patterns.blocks import ceil_div
-from .states import State, grouped_states
+from .states import State, picture
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -37,7 +37,7 @@ def plot_layout(
     layouts: BlockLayout | Sequence[tuple[str, BlockLayout]],
     path: str | PathLike[str] | None = None,
     *,
-    head: int = 0,
+    head: int | Sequence[int] = 0,
     sample: int = 0,
 ) -> Figure:
     """Draw the full, partial and empty blocks of a layout, or of several side by side.
@@ -45,7 +45,7 @@ def plot_layout(
     Args:
         layouts: a layout, or pairs (title, layout).
         path: where to save the figure; the ending says how, .png or .svg.
-        head, sample: which list to show of layouts that have several.
+        head, sample: which list to show of layouts that have several; heads may differ from panel to panel.
 
     Returns:
         The figure, of matplotlib.
@@ -53,12 +53,15 @@ def plot_layout(
     panels = [("Layout", layouts)] if isinstance(layouts, BlockLayout) else list(layouts)
     if not panels:
         raise ValueError("layouts must hold at least one (title, layout) pair, got none")
+    heads = [head] * len(panels) if isinstance(head, int) else list(head)
+    if len(heads) != len(panels):
+        raise ValueError(f"head must be one for all or one for each of the {len(panels)} layouts, got {heads}")
     columns = min(COLUMNS, len(panels))
     rows = ceil_div(len(panels), columns)
     figure = _new_figure(columns * PANEL_INCHES, rows * (PANEL_INCHES + 0.3) + 0.4)
     axes = figure.subplots(rows, columns, squeeze=False).flatten()
-    for axis, (title, layout) in zip(axes, panels, strict=False):
-        _draw_layout(axis, title, layout, head, sample)
+    for axis, (title, layout), which in zip(axes, panels, heads, strict=False):
+        _draw_layout(axis, title, layout, which, sample)
     for axis in axes[len(panels) :]:
         axis.remove()
     _add_legend(figure)
@@ -124,8 +127,7 @@ def plot_kept_mass(
 def _draw_layout(axis: Axes, title: str, layout: BlockLayout, head: int, sample: int) -> None:
     from matplotlib.colors import ListedColormap
 
-    cells, size = grouped_states(layout, MOST_CELLS, head=head, sample=sample)
-    height, width = layout.block_q * size, layout.block_k * size
+    cells, (height, width), note = picture(layout, MOST_CELLS, head=head, sample=sample)
     axis.imshow(
         cells.numpy(),
         cmap=ListedColormap([COLOURS[state] for state in State]),
@@ -136,27 +138,28 @@ def _draw_layout(axis: Axes, title: str, layout: BlockLayout, head: int, sample:
     )
     axis.set(xlim=(0, layout.seq_k), ylim=(layout.seq_q, 0), xlabel="key", ylabel="query")
     axis.spines[:].set_position(("outward", 1))  # the frame would hide the outermost blocks of a large layout
-    axis.set_xticks(_ticks(layout.num_k_blocks, layout.block_k))
-    axis.set_yticks(_ticks(layout.num_q_blocks, layout.block_q))
+    axis.set_xticks(_ticks(layout.seq_k, layout.block_k))
+    axis.set_yticks(_ticks(layout.seq_q, layout.block_q))
     if max(cells.shape) <= MOST_LINES:
         axis.set_xticks(range(0, layout.seq_k, width), minor=True)
         axis.set_yticks(range(0, layout.seq_q, height), minor=True)
         axis.grid(which="minor", color="white", linewidth=0.6)
         axis.tick_params(which="minor", length=0)
-    axis.set_title(f"{title}\n{_caption(layout, size)}", fontsize=10)
+    axis.set_title(f"{title}\n{_caption(layout, note)}", fontsize=10)
 
 
-def _ticks(blocks: int, tokens: int) -> range:
+def _ticks(tokens: int, block: int) -> range:
     """About four steps, of whole blocks."""
-    return range(0, blocks * tokens + 1, ceil_div(blocks, 4) * tokens)
+    blocks = ceil_div(tokens, block)
+    return range(0, blocks * block + 1, ceil_div(blocks, 4) * block)
 
 
-def _caption(layout: BlockLayout, size: int) -> str:
+def _caption(layout: BlockLayout, note: str) -> str:
     """Density and block size. A panel shows one list; the density speaks of all."""
     block = str(layout.block_q) if layout.block_q == layout.block_k else f"{layout.block_q} x {layout.block_k}"
     lists = f", mean of {layout.num_lists} lists" if layout.num_lists > 1 else ""
-    cell = f", a cell is {size} x {size} blocks" if size > 1 else ""
-    return f"density {layout.density:.1%}{lists}; blocks of {block} tokens{cell}"
+    apart = f", {layout.classes} apart" if layout.classes > 1 else ""
+    return f"density {layout.density:.1%}{lists}; blocks of {block} tokens{apart}" + (f", {note}" if note else "")
 
 
 def _add_legend(figure: Figure) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import MappingProxyType
 
 from ..layout import BlockLayout
-from .states import State, grouped_states
+from .states import State, picture
 
 SYMBOLS = MappingProxyType({State.FULL: "█", State.PARTIAL: "▒", State.EMPTY: "·"})
 
@@ -19,9 +19,7 @@ def draw_text(layout: BlockLayout, head: int = 0, width: int = 64, *, sample: in
     """
     if width < 2:
         raise ValueError(f"width must be at least 2 columns, got {width}")
-    cells, size = grouped_states(layout, width // 2, head=head, sample=sample)
+    cells, _, note = picture(layout, width // 2, head=head, sample=sample)
     lines = ["".join(2 * SYMBOLS[State(state)] for state in row) for row in cells.tolist()]
     lines.append("  ".join(f"{symbol} {state.name.lower()}" for state, symbol in SYMBOLS.items()))
-    if size > 1:
-        lines.append(f"a cell is {size} x {size} blocks")
-    return "\n".join(lines)
+    return "\n".join([*lines, note] if note else lines)
