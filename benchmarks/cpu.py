@@ -56,15 +56,12 @@ from cases import (
     GateError,
     Inputs,
     Probes,
-    Timing,
     environment,
     expected,
     flex_mask,
     heads_first,
-    interleave,
     random_mask,
     rows_to_check,
-    seconds,
     tokens_of,
     write_json,
 )
@@ -78,6 +75,7 @@ from dilated_attention_pytorch import (
     explain,
 )
 from dilated_attention_pytorch.memory import can_measure, measure_peak
+from dilated_attention_pytorch.testing.timing import Timing, interleave, seconds
 from report import as_text, draw
 
 HEADS, HEAD_DIM, BLOCK, ITEMSIZE = 8, 64, 128, 4

@@ -28,9 +28,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cases import HERE, GateError, environment, gpu_seconds, seconds, write_json
+from cases import HERE, GateError, environment, write_json
 from dilated_attention_pytorch import Branches, dilated_attention
 from dilated_attention_pytorch.memory import measure_peak
+from dilated_attention_pytorch.testing.timing import gpu_seconds, seconds
 from report import table
 
 LONGNET = Branches((2048, 4096, 8192), (1, 2, 4))

@@ -44,7 +44,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
-from cases import HERE, GateError, Inputs, environment, expected, flex_mask, gpu_seconds, write_json
+from cases import HERE, GateError, Inputs, environment, expected, flex_mask, write_json
 from dilated_attention_pytorch import (
     BlockLayout,
     Causal,
@@ -57,6 +57,7 @@ from dilated_attention_pytorch import (
     block_sparse_attention,
 )
 from dilated_attention_pytorch.memory import measure_peak
+from dilated_attention_pytorch.testing.timing import gpu_seconds
 from gpu_report import as_text, draw
 
 TOLERANCE = 2e-2  # ‖got − want‖ ÷ ‖want‖ in bfloat16: rounding makes 4e-3, a missing block of 13 makes 0.2

@@ -14,6 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from dilated_attention_pytorch import BlockLayout, RandomBlocks, SlidingWindow, block_sparse_attention
 from dilated_attention_pytorch.memory import can_measure
+from dilated_attention_pytorch.testing.timing import Timing, interleave
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 
@@ -168,13 +169,13 @@ def test_targets_are_judged_by_the_worst_case_and_only_in_a_full_run(cpu):
     assert found == {"worst": 0.6, "median": 0.8, "target": 0.7, "met": False}
 
 
-def test_contenders_take_turns(cases):
+def test_contenders_take_turns():
     calls = []
     contenders = {name: lambda name=name: calls.append(name) for name in "abc"}
-    timings = cases.interleave(contenders, {"a": 2, "b": 4, "c": 1}, {"probe": lambda: calls.append("-")})
+    timings = interleave(contenders, {"a": 2, "b": 4, "c": 1}, {"probe": lambda: calls.append("-")})
     assert "".join(calls) == "b-a-b-b-a-b-c-"
     assert [len(timings[name].times) for name in ("a", "b", "c", "probe")] == [2, 4, 1, 7]
-    timing = cases.Timing((3.0, 1.0, 2.0, 9.0))
+    timing = Timing((3.0, 1.0, 2.0, 9.0))
     assert timing.record() == {"median": 2.5, "min": 1.0, "times": [3.0, 1.0, 2.0, 9.0]}
 
 

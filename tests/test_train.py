@@ -12,6 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 from matplotlib.image import imread
+from rich.console import Console
 from torch.nn.functional import cross_entropy
 
 from dilated_attention_pytorch import LongNetConfig, LongNetLM
@@ -87,7 +88,7 @@ def _step_of(out):
 
 def test_it_learns_and_says_so(text, tmp_path, capsys):
     out = tmp_path / "run"
-    train.run(text, out, replace(OPTIONS, steps=40, model=replace(MODEL, dropout=0.0)))
+    train.run(Console(), text, out, replace(OPTIONS, steps=40, model=replace(MODEL, dropout=0.0)))
     printed = capsys.readouterr().out
     losses = load_tensors(out / train.CHECKPOINT)[0]["losses"]
     assert losses[:3].mean() > 5.0
@@ -141,21 +142,21 @@ def test_rate_rises_and_falls():
     ids=str,
 )
 def test_another_run_does_not_go_on_from_this_one(text, tmp_path, change, message):
-    train.run(text, tmp_path / "run", OPTIONS)
+    train.run(Console(), text, tmp_path / "run", OPTIONS)
     with pytest.raises(ValueError, match=message):
-        train.run(text, tmp_path / "run", replace(OPTIONS, **change))
+        train.run(Console(), text, tmp_path / "run", replace(OPTIONS, **change))
 
 
 def test_another_file_does_not_go_on_from_this_one(text, tmp_path):
-    train.run(text, tmp_path / "run", OPTIONS)
+    train.run(Console(), text, tmp_path / "run", OPTIONS)
     text.write_text(text.read_text()[:-1] + "!")
     with pytest.raises(ValueError, match=r"file must be what it was when the run began, \{'sha256': '"):
-        train.run(text, tmp_path / "run", OPTIONS)
+        train.run(Console(), text, tmp_path / "run", OPTIONS)
 
 
 def test_an_interrupt_saves_the_step_it_has(text, tmp_path, monkeypatch, capsys):
     undisturbed = tmp_path / "undisturbed"
-    train.run(text, undisturbed, OPTIONS)
+    train.run(Console(), text, undisturbed, OPTIONS)
     real = train.State.train
 
     def interrupted(self, step, *rest):
@@ -165,17 +166,17 @@ def test_an_interrupt_saves_the_step_it_has(text, tmp_path, monkeypatch, capsys)
 
     monkeypatch.setattr(train.State, "train", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        train.run(text, tmp_path / "run", OPTIONS)
+        train.run(Console(), text, tmp_path / "run", OPTIONS)
     assert "Stopped after step 5; the same command goes on." in capsys.readouterr().out
     monkeypatch.setattr(train.State, "train", real)
-    train.run(text, tmp_path / "run", OPTIONS)
+    train.run(Console(), text, tmp_path / "run", OPTIONS)
     for name in (train.MODEL, train.CHECKPOINT):
         assert (tmp_path / "run" / name).read_bytes() == (undisturbed / name).read_bytes()
 
 
 def test_a_loss_that_is_not_finite_ends_the_run(text, tmp_path):
     with pytest.raises(RuntimeError, match=r"the loss of step \d+ is (nan|inf): try a lower learning rate"):
-        train.run(text, tmp_path / "run", replace(OPTIONS, learning_rate=1e30))
+        train.run(Console(), text, tmp_path / "run", replace(OPTIONS, learning_rate=1e30))
 
 
 @pytest.mark.parametrize(

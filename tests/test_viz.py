@@ -95,7 +95,7 @@ def test_states_agree_with_the_token_mask():
 
 def states_of(allowed, height, width):
     """The state of every cell of a mask of tokens, by looking at each."""
-    cells = [[cell for cell in rows.split(width, 1)] for rows in allowed.split(height)]
+    cells = [list(rows.split(width, 1)) for rows in allowed.split(height)]
     return [[2 if cell.all() else 1 if cell.any() else 0 for cell in row] for row in cells]
 
 

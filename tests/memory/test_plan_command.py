@@ -28,7 +28,7 @@ def command(capsys, monkeypatch):
 
 
 def test_the_table_is_the_plan(command):
-    code, out, err = command("--tokens", "100000", "--training", "--device", "H200", "--ratio", "0.02", "--no-seeds")
+    code, out, err = command("--tokens", "100000", "--training", "--device", "H200", "dilated_sparse:0.02", "--no-seeds")
     assert (code, err) == (0, "")
     config = SparsePatternConfig(sparsity_ratio=0.02)
     plan = plan_memory(config, 100000, 1, torch.bfloat16, True, device="H200")
@@ -75,11 +75,11 @@ def test_what_does_not_fit_is_an_error_that_says_what_would(command):
         (("--dtype", "int8"), 2, "must be one of float64"),
         (("--tokens", "0"), 2, "--tokens"),
         (("--device", "abacus"), 1, "error: device must be 'cpu'"),
-        (("--segment-lengths", "2048"), 1, "must be given together"),
-        (("--segment-lengths", "a,b", "--dilation-rates", "1"), 1, "error: --segment-lengths must be integers"),
-        (("--dense", "--ratio", "0.1"), 1, "--dense takes no options of a pattern"),
-        (("--pattern-type", "hierarchical", "--ratio", "0.1"), 1, "sparsity_ratio has no meaning"),
-        (("--pattern-type", "local_window", "--segment-lengths", "64", "--dilation-rates", "1"), 1, "no meaning"),
+        (("dilated_sparse:0.1/2048",), 1, "must have the same length"),
+        (("dilated_sparse:0.1/a,b/1",), 1, "segments of dilated_sparse must be integers"),
+        (("windw:3",), 1, "error: pattern 'windw:3': 'windw' is none of full"),
+        (("longnet", "--block-size", "64"), 1, "block_size is chosen by dilated attention itself"),
+        (("window:3 ; full", "--heads", "8"), 1, "heads must be the pattern's 2, got 8"),
     ],
 )
 def test_arguments_that_make_no_sense(command, argv, code, message):
@@ -89,12 +89,10 @@ def test_arguments_that_make_no_sense(command, argv, code, message):
 
 
 def test_segments_and_dense(command):
-    code, out, _ = command(
-        "--segment-lengths", "65536,131072", "--dilation-rates", "1,2", "--ratio", "0.02", "--no-seeds"
-    )
+    code, out, _ = command("dilated_sparse:0.02/65536,131072/1,2", "--no-seeds")
     assert code == 0
     assert "lists by query" in out
-    code, out, _ = command("--dense", "--causal", "--tokens", "4096", "--device", "H200", "--no-seeds")
+    code, out, _ = command("full", "--causal", "--tokens", "4096", "--device", "H200", "--no-seeds")
     assert code == 0
     assert "sdpa backend" in out
     assert "dense attention" in out

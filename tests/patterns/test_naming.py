@@ -44,11 +44,11 @@ WINDOW, FIRST = SlidingWindow(8, 8), GlobalTokens(4)
         (
             "hierarchical:long_range",
             SparsePatternConfig(pattern_type="hierarchical", levels="long_range", block_size=64).pattern(),
-        ),  # fmt: skip
+        ),
         (
             "hierarchical:1x64,2x256",
             SparsePatternConfig(pattern_type="hierarchical", levels=((1, 64), (2, 256)), block_size=64).pattern(),
-        ),  # fmt: skip
+        ),
         ("longnet:64,128/1,2/grouped", Branches((64, 128), (1, 2), "grouped")),
         ("longnet", Branches((2048, 4096, 8192), (1, 2, 4))),
         ("window:8 | global:4", WINDOW | FIRST),

@@ -11,21 +11,21 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import perf_counter
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from ..layout import BlockLayout
 from ..memory import can_measure, measure_peak
+from ..memory.devices import as_text
 from ..ops import block_sparse_attention
 from ..patterns import (
     Causal,
@@ -41,6 +41,7 @@ from ..patterns import (
 )
 from ..viz import draw_text, plot_layout
 from . import recall
+from .output import NO_PICTURE, Document, can_draw, one_thread, steps, table
 
 TOLERANCE = 1e-10
 CHECK_TOKENS = 333  # odd, and no multiple of a block
@@ -71,77 +72,67 @@ DRAWN: dict[str, Pattern] = {
 IN_THE_TERMINAL = ("Global tokens | window", "Dilated segments")
 
 
-def run(*, tokens: int | None = None, out: Path = Path("demo_output"), quick: bool = False) -> None:
+def run(
+    console: Console, *, tokens: int | None = None, out: Path = Path("demo_output"), quick: bool = False
+) -> Document:
     """The whole demo. RuntimeError if a result is not exact."""
     started = perf_counter()
-    default_tokens, most_dense, steps = QUICK if quick else LONG
+    default_tokens, most_dense, most_steps = QUICK if quick else LONG
     tokens = tokens or default_tokens
-    console = Console(highlight=False)
     console.print(f"torch {torch.__version__} on {torch.get_num_threads()} CPU threads, {platform.machine()}")
     _heading(console, "1. Exactness")
-    _check_exactness(console)
+    document: Document = {"exactness": _check_exactness(console)}
     _heading(console, "2. Patterns")
-    picture = _draw_patterns(console, out)
+    written = _draw_patterns(console, out)
     _heading(console, f"3. {tokens:,} tokens, forward and backward")
-    _race(console, tokens, min(tokens, most_dense))
+    document["race"] = _race(console, tokens, min(tokens, most_dense))
     _heading(
         console, f"4. Recall: the answer is {RECALL.distance} tokens back, the shortest segment {RECALL.segment} long"
     )
-    curves = _recall(console, steps, out)
-    console.print(f"\nWritten: {picture}, {curves}\nDone in {perf_counter() - started:.0f} s.", soft_wrap=True)
+    document["recall"] = _recall(console, most_steps)
+    if can_draw():
+        out.mkdir(parents=True, exist_ok=True)
+        recall.plot(RECALL, {name: row["right"] for name, row in document["recall"].items()}, out / "recall.png")
+        written.append(out / "recall.png")
+    else:
+        console.print(NO_PICTURE, markup=False)
+    console.print()
+    if written:
+        console.print(f"Written: {', '.join(map(str, written))}", soft_wrap=True)
+    document |= {"written": [str(path) for path in written], "seconds": perf_counter() - started}
+    console.print(f"Done in {document['seconds']:.0f} s.")
+    return document
 
 
 def _heading(console: Console, text: str) -> None:
     console.print(f"\n{text}", style="bold")
 
 
-@contextmanager
-def _steps(console: Console, total: int) -> Iterator[Callable[[str], None]]:
-    """A function to announce each step: a progress bar in a terminal, plain lines in a pipe."""
-    if not console.is_terminal:
-        yield lambda text: console.print(f"  {text} ...")
-        return
-    columns = (TextColumn("  {task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("", total=total)
-        done = iter(range(total))
-        yield lambda text: progress.update(task, description=text, completed=next(done))
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """For tensors so small that threads only wait for each other, and for long on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
-def _check_exactness(console: Console) -> None:
-    table = Table("pattern", "causal", title=f"largest |blockwise - reference|, float64, {CHECK_TOKENS} tokens")
-    for name in ("out", "dq", "dk", "dv"):
-        table.add_column(name, justify="right")
+def _check_exactness(console: Console) -> list[Document]:
+    title = f"largest |blockwise - reference|, float64, {CHECK_TOKENS} tokens"
+    made = table("pattern", "causal", right=("out", "dq", "dk", "dv"), title=title)
+    rows: list[Document] = []
     worst: tuple[float, str] = (0.0, "")
-    with _steps(console, 2 * len(CHECKED)) as announce, _one_thread():
+    with steps(console, 2 * len(CHECKED)) as announce, one_thread():
         for name, pattern in CHECKED.items():
             layout = BlockLayout.from_pattern(pattern, CHECK_TOKENS, block_size=16)
             for is_causal in (False, True):
                 announce(f"checking {name}{', causal' if is_causal else ''}")
                 _check_mask(name, pattern & Causal() if is_causal else pattern, layout.causal if is_causal else layout)
                 errors = _errors(layout, is_causal)
-                table.add_row(name, "yes" if is_causal else "no", *(f"{error:.1e}" for error in errors))
+                made.add_row(name, "yes" if is_causal else "no", *(f"{error:.1e}" for error in errors))
+                rows.append({"pattern": name, "is_causal": is_causal, "errors": errors})
                 # NaN compares as nothing; here it is the worst.
                 found = max((error if error == error else float("inf")) for error in errors)
                 worst = max(worst, (found, name))
-    console.print(table)
+    console.print(made)
     if worst[0] > TOLERANCE:
         raise RuntimeError(f"not exact: {worst[1]} is off by {worst[0]:.1e}, more than {TOLERANCE:.0e}")
     console.print(
         f"Worst error {worst[0]:.1e}, allowed {TOLERANCE:.0e}: exact. In every row {CHECK_PAIRS:,} pairs of tokens "
         "were also put to the pattern's own definition; the masks agree."
     )
+    return rows
 
 
 def _check_mask(name: str, pattern: Pattern, layout: BlockLayout) -> None:
@@ -174,13 +165,16 @@ def _errors(layout: BlockLayout, is_causal: bool) -> list[float]:
     return [float((a - b).abs().max()) for a, b in zip(*results, strict=True)]
 
 
-def _draw_patterns(console: Console, out: Path) -> Path:
+def _draw_patterns(console: Console, out: Path) -> list[Path]:
+    """What was written, nothing without matplotlib."""
     side_by_side = Table.grid(padding=(0, 6))
     side_by_side.add_row(*IN_THE_TERMINAL)
     side_by_side.add_row(
         *(draw_text(BlockLayout.from_pattern(DRAWN[name], TEXT_TOKENS, block_size=64)) for name in IN_THE_TERMINAL)
     )
     console.print(side_by_side)
+    if not can_draw():
+        return []
     layouts = [
         (name, BlockLayout.from_pattern(pattern, PICTURE_TOKENS, block_size=64)) for name, pattern in DRAWN.items()
     ]
@@ -188,7 +182,7 @@ def _draw_patterns(console: Console, out: Path) -> Path:
     path = out / "patterns.png"
     plot_layout(layouts, path)
     console.print(f"These and {len(layouts) - len(IN_THE_TERMINAL)} more: {path}", soft_wrap=True)
-    return path
+    return [path]
 
 
 @dataclass(frozen=True)
@@ -209,9 +203,9 @@ class Measured:
         return [*(f"{seconds:,.2f} s" for seconds in (self.forward, self.backward, total)), _bytes(self.peak_bytes)]
 
 
-def _race(console: Console, tokens: int, dense_tokens: int) -> None:
+def _race(console: Console, tokens: int, dense_tokens: int) -> Document:
     config = SparsePatternConfig(pattern_type="dilated_sparse", sparsity_ratio=0.02, block_size=128)
-    with _steps(console, 7) as announce:
+    with steps(console, 7) as announce:
         announce("building the layout")
         started = perf_counter()
         layout = BlockLayout.from_pattern(config.pattern(), tokens, block_size=config.block_size)
@@ -224,14 +218,13 @@ def _race(console: Console, tokens: int, dense_tokens: int) -> None:
     dense = min(dense_runs, key=lambda one: one.forward + one.backward)
     factor = tokens / dense_tokens
     scaled = dense.scaled(factor)
-    table = Table(title=f"1 sample, {HEADS} heads x {HEAD_DIM}, float32")
-    for text in ("", "block-sparse\nmeasured", "dense\nmeasured", "dense\nscaled, not measured"):
-        table.add_column(text, justify="right" if text else "left")
-    table.add_row("tokens", f"{tokens:,}", f"{dense_tokens:,}", f"{tokens:,}")
+    columns = ("block-sparse\nmeasured", "dense\nmeasured", "dense\nscaled, not measured")
+    made = table("", right=columns, title=f"1 sample, {HEADS} heads x {HEAD_DIM}, float32")
+    made.add_row("tokens", f"{tokens:,}", f"{dense_tokens:,}", f"{tokens:,}")
     names = ("forward", "backward", "both", "peak memory")
     for name, *cells in zip(names, sparse.cells(), dense.cells(), scaled.cells(), strict=True):
-        table.add_row(name, *cells)
-    console.print(table)
+        made.add_row(name, *cells)
+    console.print(made)
     speedup = (scaled.forward + scaled.backward) / (sparse.forward + sparse.backward)
     scores = HEADS * tokens**2 * 4
     for line in (
@@ -246,30 +239,38 @@ def _race(console: Console, tokens: int, dense_tokens: int) -> None:
     can, missing = can_measure()
     if not can:
         console.print(f"Peak memory was not measured: that {missing}.")
+    return {
+        "tokens": tokens,
+        "dense_tokens": dense_tokens,
+        "density": layout.density,
+        "sparse": asdict(sparse),
+        "dense": asdict(dense),
+        "dense_scaled": asdict(scaled),
+        "speedup_scaled": speedup,
+    }
 
 
-def _recall(console: Console, steps: int, out: Path) -> Path:
+def _recall(console: Console, most_steps: int) -> Document:
+    """For each model the share of right answers by step, and that of its test."""
     views = {
         "LongNet": f"branches {[*zip(RECALL.branches.segment_lengths, RECALL.branches.dilation_rates, strict=True)]}",
         "window": f"the last {RECALL.window} tokens, which costs as much",
         "dense": "all tokens so far",
     }
-    table = Table("model", "a token sees", title=f"{RECALL.seq} tokens; guessing answers {1 / recall.VALUES:.1%} right")
-    for text in ("steps", "time", "right"):
-        table.add_column(text, justify="right")
-    curves = {}
-    with _steps(console, len(views)) as announce, _one_thread():
+    title = f"{RECALL.seq} tokens; guessing answers {1 / recall.VALUES:.1%} right"
+    made = table("model", "a token sees", right=("steps", "time", "right"), title=title)
+    found: Document = {}
+    with steps(console, len(views)) as announce, one_thread():
         for kind, view in views.items():
             announce(f"learning, {kind}")
             model, started = RECALL.model(kind), perf_counter()
-            curves[kind] = RECALL.learn(model, steps)
-            seconds = perf_counter() - started
-            table.add_row(kind, view, str(len(curves[kind])), f"{seconds:.0f} s", f"{RECALL.test(model):.1%}")
-    console.print(table)
-    console.print(f"A model stops when {recall.LEARNED:.0%} of its answers are right, or after {steps} steps.")
-    path = out / "recall.png"
-    recall.plot(RECALL, curves, path)
-    return path
+            shares = RECALL.learn(model, most_steps)
+            seconds, test = perf_counter() - started, RECALL.test(model)
+            found[kind] = {"right": shares, "seconds": seconds, "test": test}
+            made.add_row(kind, view, str(len(shares)), f"{seconds:.0f} s", f"{test:.1%}")
+    console.print(made)
+    console.print(f"A model stops when {recall.LEARNED:.0%} of its answers are right, or after {most_steps} steps.")
+    return found
 
 
 def _sparse(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout) -> Tensor:
@@ -303,9 +304,4 @@ def _measure(
 
 
 def _bytes(count: int | None) -> str:
-    if count is None:
-        return "not measured"
-    value, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]
-    while value >= 1024 and len(units) > 1:
-        value, units = value / 1024, units[1:]
-    return f"{value:,.1f} {units[0]}"
+    return "not measured" if count is None else as_text(count)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,8 +12,7 @@ from ..distributed import ring_cost
 from ..memory import AttentionConfig, Device, MemoryPlan, max_sequence_length, plan_memory, recommend
 from ..memory.devices import GIB, as_text
 from ..patterns import Full, SparsePatternConfig
-
-DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+from .output import Document, FailedError, table
 
 # The seeds' variants; their figures, in GB, were measured on a GTX 1080.
 VARIANTS: dict[str, SparsePatternConfig | None] = {
@@ -30,35 +28,8 @@ SEEDS_LONGEST = {"GTX 1080": ("65K", "65K"), "V100": ("130K", "400K"), "A100": (
 SEEDS_RING = {("GTX 1080", 2): "130K", ("V100", 4): "1.6M", ("A100", 8): "8M+"}
 
 
-def config_of(
-    segment_lengths: Sequence[int] | None,
-    dilation_rates: Sequence[int] | None,
-    *,
-    dense: bool,
-    heads: int,
-    heads_kv: int | None,
-    head_dim: int,
-    backend: str,
-    **fields: Any,
-) -> AttentionConfig:
-    """The configuration that the options name: those of `SparsePatternConfig`, and segments."""
-    given = {name: value for name, value in fields.items() if value is not None}
-    sizes: dict[str, Any] = {"heads": heads, "heads_kv": heads_kv, "head_dim": head_dim, "backend": backend}
-    if dense:
-        if given or segment_lengths or dilation_rates:
-            raise ValueError("--dense takes no options of a pattern")
-        return AttentionConfig(pattern=Full(), **sizes)
-    config = SparsePatternConfig(**given)
-    if (segment_lengths is None) != (dilation_rates is None):
-        raise ValueError("--segment-lengths and --dilation-rates must be given together or not at all")
-    if segment_lengths and not config.uses_segments:
-        raise ValueError(f"--segment-lengths has no meaning for pattern type {config.pattern_type!r}")
-    if segment_lengths and dilation_rates:
-        return AttentionConfig.sparse(config, segment_lengths, dilation_rates, **sizes)
-    return AttentionConfig.sparse(config, **sizes)
-
-
 def run(
+    console: Console,
     config: AttentionConfig,
     *,
     tokens: int,
@@ -67,9 +38,8 @@ def run(
     world_size: int,
     seeds: bool,
     **options: Any,
-) -> None:
-    """Print the plan, the longest sequence and a recommendation. ValueError if the plan does not fit."""
-    console = Console(highlight=False)
+) -> Document:
+    """Print the plan, the longest sequence and a recommendation. FailedError if the plan does not fit."""
     where = Device.of(device)
     budget = where.budget if budget_gib is None else int(budget_gib * GIB)
     where = Device(where.name, where.type, budget, where.capability)
@@ -77,22 +47,41 @@ def run(
     console.print(_table(plan, tokens, training=options["training"]))
     longest = max_sequence_length(config, where, world_size=world_size, **options)
     room = f"{as_text(budget)} on {where.name}"
+    document = {**as_document(plan), "longest": longest}
     console.print(f"Longest sequence in {room}, {plan.world_size} device(s): {longest:,} tokens.")
     if plan.world_size > 1:
-        console.print(_ring(config, tokens, plan), soft_wrap=True)
+        document["ring"] = _ring(config, tokens, plan)
+        console.print(document["ring"], soft_wrap=True)
     advice = {name: value for name, value in options.items() if name != "block_size"}
     sizes = {"heads": config.heads, "heads_kv": config.heads_kv, "head_dim": config.head_dim}
     console.print("\nAdvice for this length:", style="bold")
-    for line in _advice(tokens, where, **advice, **sizes):
+    document["advice"] = _advice(tokens, where, **advice, **sizes)
+    for line in document["advice"]:
         console.print(f"  {line}", soft_wrap=True)
     if seeds:
-        for table in seed_tables():
+        for made in seed_tables():
             console.print()
-            console.print(table)
+            console.print(made)
     if not plan.fits:
-        raise ValueError(
-            f"{tokens:,} tokens take {as_text(plan.peak_bytes)} and do not fit {room}; {longest:,} tokens do"
+        raise FailedError(
+            f"{tokens:,} tokens take {as_text(plan.peak_bytes)} and do not fit {room}; {longest:,} tokens do", document
         )
+    return document
+
+
+def as_document(plan: MemoryPlan) -> Document:
+    """A plan in plain values."""
+    return {
+        "backend": plan.backend,
+        "device": plan.device.name,
+        "budget_bytes": plan.device.budget,
+        "world_size": plan.world_size,
+        "items": [{**item._asdict(), "phases": list(item.phases)} for item in plan.items],
+        "phases": plan.phases,
+        "peak_bytes": plan.peak_bytes,
+        "peak_phase": plan.peak_phase,
+        "fits": plan.fits,
+    }
 
 
 def _ring(config: AttentionConfig, tokens: int, plan: MemoryPlan) -> str:
@@ -129,18 +118,15 @@ def _table(plan: MemoryPlan, tokens: int, *, training: bool) -> Table:
     what = "forward and backward" if training else "forward"
     shape = plan.shape
     size = f"{shape.batch} x {shape.heads} heads x {shape.head_dim}"
-    table = Table(title=f"{tokens:,} tokens, {size}, {what}, {plan.backend} backend")
-    table.add_column("item")
-    table.add_column("kind")
-    for phase in plan.phases:
-        table.add_column(phase, justify="right")
+    title = f"{tokens:,} tokens, {size}, {what}, {plan.backend} backend"
+    made = table("item", "kind", right=tuple(plan.phases), title=title)
     for item in plan.items:
-        table.add_row(
+        made.add_row(
             item.name, item.kind, *(as_text(item.bytes) if phase in item.phases else "" for phase in plan.phases)
         )
-    table.add_section()
-    table.add_row("all of them", "", *(as_text(total) for total in plan.phases.values()))
-    return table
+    made.add_section()
+    made.add_row("all of them", "", *(as_text(total) for total in plan.phases.values()))
+    return made
 
 
 def seed_tables() -> list[Table]:
@@ -151,11 +137,11 @@ def seed_tables() -> list[Table]:
     def gigabytes(name: str, tokens: int, **more: Any) -> str:
         return f"{plan_memory(configs[name], tokens, **{**options, **more}).peak_bytes / 1e9:.3f} GB"
 
-    peaks = Table("variant", "seeds, measured", "planned", title="Peak memory, 16,384 tokens, GTX 1080")
+    peaks = table("variant", "seeds, measured", "planned", title="Peak memory, 16,384 tokens, GTX 1080")
     for name, theirs in SEEDS_16K.items():
         peaks.add_row(name, f"{theirs:.3f} GB", gigabytes(name, 16384))
     named = ("Dense", "95% Sparse", "99% Sparse")
-    lengths = Table("tokens", "seeds, all three", *named, title="Peak memory by length, GTX 1080, planned")
+    lengths = table("tokens", "seeds, all three", *named, title="Peak memory by length, GTX 1080, planned")
     for tokens, theirs in SEEDS_BY_LENGTH.items():
         lengths.add_row(f"{tokens:,}", f"{theirs:.3f} GB", *(gigabytes(name, tokens) for name in named))
 
@@ -163,11 +149,11 @@ def seed_tables() -> list[Table]:
         tokens = max_sequence_length(configs[name], gpu, dtype=torch.float16, world_size=world_size)
         return f"{tokens:,}"
 
-    single = Table("GPU", "memory", "seeds: dense, 99%", "Dense", "99% Sparse", title="Longest sequence, one GPU")
+    single = table("GPU", "memory", "seeds: dense, 99%", "Dense", "99% Sparse", title="Longest sequence, one GPU")
     for gpu, said in SEEDS_LONGEST.items():
         memory = as_text(Device.of(gpu).budget)
         single.add_row(gpu, memory, ", ".join(said), longest("Dense", gpu), longest("99% Sparse", gpu))
-    ring = Table("devices", "seeds: 99%", "99% Sparse", title="Longest sequence, a ring")
+    ring = table("devices", "seeds: 99%", "99% Sparse", title="Longest sequence, a ring")
     for (gpu, count), reach in SEEDS_RING.items():
         ring.add_row(f"{count} x {gpu}", reach, longest("99% Sparse", gpu, count))
     return [peaks, lengths, single, ring]

@@ -18,7 +18,6 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -32,6 +31,7 @@ from torch.nn.functional import cross_entropy
 from ..models import LongNetConfig, LongNetLM
 from ..models.storage import load_tensors, save_tensors
 from ..patterns.base import check_int
+from .output import NO_PICTURE, Document, can_draw
 
 HELD_OUT = 0.05  # the share at the end of the file that is not trained on
 SAMPLE_BYTES = 200
@@ -60,10 +60,9 @@ class Options:
             raise ValueError(f"learning_rate must be positive and finite, got {self.learning_rate}")
 
 
-def run(text: Path, out: Path, options: Options, *, save_every: int = 100) -> None:
+def run(console: Console, text: Path, out: Path, options: Options, *, save_every: int = 100) -> Document:
     """Train until `options.steps`, from the checkpoint in `out` if there is one."""
     check_int("save_every", save_every, least=1)
-    console = Console(highlight=False)
     data = text.read_bytes()
     trained, held_out = _split(data, options.seq_len, text)
     options = Options(**{**vars(options), "file": {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}})
@@ -90,7 +89,8 @@ def run(text: Path, out: Path, options: Options, *, save_every: int = 100) -> No
         console.print(f"Stopped after step {len(state.losses)}; the same command goes on.")
         raise
     state.model.eval().save(out / MODEL)
-    _finish(console, state, held_out, options, out)
+    about = {"parameters": parameters, "steps": options.steps, "began_at": start, "loss": state.losses[-1]}
+    return {**about, **_finish(console, state, held_out, options, out)}
 
 
 class State:
@@ -185,20 +185,22 @@ def _evaluate(model: LongNetLM, held_out: Tensor, options: Options) -> float:
     return sum(losses) / len(losses)
 
 
-def _finish(console: Console, state: State, held_out: Tensor, options: Options, out: Path) -> None:
+def _finish(console: Console, state: State, held_out: Tensor, options: Options, out: Path) -> Document:
     bits = _evaluate(state.model, held_out, options) / math.log(2)
     console.print(f"Held-out bytes: {bits:.3f} bits a byte.")
     draw = torch.Generator(options.device).manual_seed(options.seed)
     prompt = held_out[None, : min(64, options.seq_len)].long().to(options.device)
     sample = state.model.generate(prompt, SAMPLE_BYTES, temperature=0.8, generator=draw)[0].tolist()
-    console.print(bytes(sample).decode("utf-8", errors="replace"), markup=False)
+    written_by_it = bytes(sample).decode("utf-8", errors="replace")
+    console.print(written_by_it, markup=False)
     written = [MODEL, CHECKPOINT]
-    if find_spec("matplotlib"):
+    if can_draw():
         _plot(state.losses, out / PLOT)
         written.append(PLOT)
     else:
-        console.print("No loss plot: matplotlib is not installed.")
+        console.print(NO_PICTURE, markup=False)
     console.print(f"Written to {out}: {', '.join(written)}", soft_wrap=True)
+    return {"bits_a_byte": bits, "sample": written_by_it, "written": [str(out / name) for name in written]}
 
 
 def _plot(losses: list[float], path: Path) -> None:

@@ -258,6 +258,14 @@ def clear_layout_cache() -> None:
     _cache.clear()
 
 
+def load_layout(path: str | os.PathLike[str]) -> BlockLayout:
+    """A layout that a cache with a directory has written there. It needs safetensors."""
+    try:
+        return _parsed(Path(path).read_bytes())
+    except _UnreadableError as error:
+        raise ValueError(f"{path} is no file of a PersistentPatternCache: {error}") from error
+
+
 class _UnreadableError(Exception):
     """Why a file is not the layout that its name says."""
 
@@ -298,8 +306,8 @@ def _split(content: bytes) -> tuple[bytes, bytes]:
     return content[8 : 8 + length], content[8 + length :]
 
 
-def _parsed(content: bytes, key: Key) -> BlockLayout:
-    """The inverse of `_written`; whatever is not as it should be is named."""
+def _parsed(content: bytes, key: Key | None = None) -> BlockLayout:
+    """The inverse of `_written`; whatever is not as it should be is named. Without a key any pattern's will do."""
     from safetensors import SafetensorError
     from safetensors.torch import load
 
@@ -313,7 +321,7 @@ def _parsed(content: bytes, key: Key) -> BlockLayout:
             raise _UnreadableError(f"it is of version {version}, this is version {VERSION}")
         if about["digest"] != hashlib.sha256(data).hexdigest():
             raise _UnreadableError("its content is cut off or was changed")
-        if about["key"] != digest_of(key):
+        if key is not None and about["key"] != digest_of(key):
             raise _UnreadableError("it is the layout of another pattern")
         tensors = [tensor for _, tensor in sorted(load(content).items())]
         sizes, kind = json.loads(about["sizes"]), about["kind"] or None

@@ -79,7 +79,8 @@ def _config(pattern_type: str, *names: str) -> Callable[[Sequence[Any], int, boo
     def make(values: Sequence[Any], block_size: int, is_causal: bool) -> Pattern:
         given = dict(zip(names, values, strict=False))
         config = SparsePatternConfig(pattern_type=pattern_type, block_size=block_size, **given)
-        return config.pattern(*values[len(names) :], is_causal=is_causal)
+        segments = dict(zip(("segment_lengths", "dilation_rates"), values[len(names) :], strict=False))
+        return config.pattern(is_causal=is_causal, **segments)
 
     return make
 
@@ -95,13 +96,13 @@ NAMES: dict[str, Name] = {
     "full": Name("every query sees every key", lambda v, b, c: Full()),
     "causal": Name("no query sees a later key", lambda v, b, c: Causal()),
     "window": Name(
-        "so many tokens before and after, to the token; the same both ways if one is given",
+        "tokens before and after, to the token; one number is for both",
         lambda v, b, c: SlidingWindow(v[0], v[-1]),
         (Argument("left", _int), Argument("right", _int, "")),
         ("512", "0"),
     ),
     "global": Name(
-        "every query sees the first tokens; with 'queries' they also see everything",
+        "the first tokens are seen by all; with /queries they also see all",
         lambda v, b, c: GlobalTokens(*v),
         (Argument("tokens", _int), Argument("sees", _queries, "keys")),
         ("64", "queries"),
@@ -114,7 +115,7 @@ NAMES: dict[str, Name] = {
     ),
     "random": Name(
         "so many random blocks a row",
-        lambda v, b, c: RandomBlocks(*v, block_size=b),
+        lambda v, b, c: RandomBlocks(v[0], v[1], b),
         (Argument("blocks", _int), Argument("seed", _int, "0")),
         ("3", "0"),
     ),
@@ -143,7 +144,7 @@ NAMES: dict[str, Name] = {
         ("1x512,4x4096",),
     ),
     "longnet": Name(
-        "dilated attention: branches of segments and dilations, a key counts once for each that holds it",
+        "dilated attention: a key counts once for each branch that holds it",
         lambda v, b, c: Branches(*v),
         (_SEGMENTS, _DILATIONS, Argument("offsets", str, "interleaved")),
         ("1024,2048,4096", "1,2,4", "interleaved"),
@@ -153,12 +154,13 @@ NAMES: dict[str, Name] = {
 
 def form_of(name: str) -> str:
     """How a name is written, as `window:LEFT[/RIGHT]`."""
-    parts = []
-    for i, argument in enumerate(NAMES[name].arguments):
-        label = argument.label.upper().replace(" ", "_")
-        text = f"{'/' if i else ':'}{label}"
-        parts.append(text if argument.default is None else f"[{text}]")
-    return name + "".join(parts)
+    arguments = NAMES[name].arguments
+    optional = [argument.default is not None for argument in arguments]
+    parts = [
+        f"{'[' * may}{'/' if i else ':'}{argument.label.upper().replace(' ', '_')}"
+        for i, (argument, may) in enumerate(zip(arguments, optional, strict=True))
+    ]
+    return name + "".join(parts) + "]" * sum(optional)
 
 
 def pattern_of(text: str, *, block_size: int = 128, is_causal: bool = False) -> Pattern | Branches:

@@ -1,5 +1,5 @@
 """Comparing an implementation with the oracle, with tolerances that are derived and not tuned."""
 
-from .oracle import Case, assert_exact, errors_of_eager, oracle, results
+from .oracle import Case, assert_exact, errors_of_eager, oracle, results, tolerances
 
-__all__ = ["Case", "assert_exact", "errors_of_eager", "oracle", "results"]
+__all__ = ["Case", "assert_exact", "errors_of_eager", "oracle", "results", "tolerances"]

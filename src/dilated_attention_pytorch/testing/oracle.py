@@ -131,19 +131,23 @@ def _largest_terms(case: Case) -> list[float]:
     return [v * (1.0 + bias), max(1.0, scale * q * k) + bias, dq, dk, dv]
 
 
+def tolerances(case: Case, expected: tuple[Tensor, ...]) -> list[float]:
+    """How far out, lse, dq, dk and dv may be from what the oracle says; see the module's text."""
+    dtype = case.q.dtype
+    if dtype == torch.float64:
+        return [FLOAT64_TOLERANCE] * len(NAMES)
+    if case.dropout_p:
+        raise ValueError("eager PyTorch draws other dropout masks: check dropout in float64")
+    eager, terms = errors_of_eager(case, expected), _largest_terms(case)
+    return [FACTOR * error + torch.finfo(dtype).eps * term for error, term in zip(eager, terms, strict=True)]
+
+
 def assert_exact(case: Case, backend: str, seed: int = 0) -> None:
     """The backend equals the oracle, outputs and all gradients, within the derived tolerance."""
     expected = oracle(case, seed)
     got = results(case, backend, seed)
     assert torch.equal(got[1] == -torch.inf, expected[1] == -torch.inf), "lse is −inf for other rows than it should be"
     got = (got[0], torch.where(got[1] == -torch.inf, 0.0, got[1]), *got[2:])
-    dtype = case.q.dtype
-    allowed = [FLOAT64_TOLERANCE] * len(NAMES)
-    if dtype != torch.float64:
-        if case.dropout_p:
-            raise ValueError("eager PyTorch draws other dropout masks: check dropout in float64")
-        eager, terms = errors_of_eager(case, expected), _largest_terms(case)
-        allowed = [FACTOR * error + torch.finfo(dtype).eps * term for error, term in zip(eager, terms, strict=True)]
-    for name, mine, want, bound in zip(NAMES, got, expected, allowed, strict=True):
+    for name, mine, want, bound in zip(NAMES, got, expected, tolerances(case, expected), strict=True):
         error = _error(mine, want)
-        assert error <= bound, f"{name} of {backend} in {dtype} is off by {error:.3g}, allowed {bound:.3g}"
+        assert error <= bound, f"{name} of {backend} in {case.q.dtype} is off by {error:.3g}, allowed {bound:.3g}"
