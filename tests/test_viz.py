@@ -117,6 +117,16 @@ def test_dilated_attention_is_drawn_in_the_order_of_the_tokens(is_causal, most):
         assert cells.tolist() == states_of(counts > 0, height, width)
 
 
+def test_the_first_tokens_alone():
+    layout = BlockLayout.from_pattern(SlidingWindow(40, 21), 224, block_size=16)
+    cells, (height, width), _ = picture(layout, 4, tokens=120)
+    assert cells.tolist() == states_of(layout.to_dense()[:128, :128], height, width)
+    dilated = layout_of_branches(Branches((8, 20), (1, 2)), 97, num_heads=2, classes=2)
+    cells, (height, width), _ = picture(dilated, 9, head=1, tokens=33)
+    assert cells.tolist() == states_of(dilated.to_dense()[1, :33, :33] > 0, height, width)
+    assert picture(layout, 4, tokens=1000).cells.equal(picture(layout, 4).cells)
+
+
 def test_parts_of_dilated_attention_are_not_drawn():
     branches = Branches((8,), (2,))
     with pytest.raises(ValueError, match="as many queries as keys"):

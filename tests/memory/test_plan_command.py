@@ -28,7 +28,9 @@ def command(capsys, monkeypatch):
 
 
 def test_the_table_is_the_plan(command):
-    code, out, err = command("--tokens", "100000", "--training", "--device", "H200", "dilated_sparse:0.02", "--no-seeds")
+    code, out, err = command(
+        "--tokens", "100000", "--training", "--device", "H200", "dilated_sparse:0.02", "--no-seeds"
+    )
     assert (code, err) == (0, "")
     config = SparsePatternConfig(sparsity_ratio=0.02)
     plan = plan_memory(config, 100000, 1, torch.bfloat16, True, device="H200")

@@ -126,7 +126,7 @@ class Call:
             "active_blocks_by_list": blocks,
             "full_blocks": full,
             "partial_blocks": layout.num_active_blocks - full,
-            "density": layout.density,
+            "density": cost.pairs / (layout.lengths[0] * layout.lengths[1] * (layout.batch_size or 1) * self.heads),
             "block_density": layout.block_density,
             "cost": asdict(cost),
         }
@@ -145,22 +145,19 @@ class Call:
                 options.append(f'head_offsets="{self.what.head_offsets}"')
             if self.is_causal:
                 options.append("is_causal=True")
-            lines = ["", tensors, "out = dilated_attention(", "    q,\n    k,\n    v,"]
-            lines += [f"    {option}," for option in options]
-            return "\n".join(["import torch", f"from {PACKAGE} import dilated_attention", *lines, ")"]) + "\n"
-        pattern = code_of(self.what)
-        names = {"block_sparse_attention", *re.findall(r"\b[A-Z]\w+(?=\()", pattern)}
-        lines = ["", f"pattern = {pattern}", tensors]
-        given = "pattern"
-        if self.block_size != min(self.what.block_sizes, default=BLOCK_SIZE):
-            names.add("BlockLayout")
-            given = "layout"
-            lines.append(
-                f"layout = BlockLayout.from_pattern(pattern, {self.tokens}, block_size={self.block_size}{where})"
-            )
-        lines.append(f"out = block_sparse_attention(q, k, v, {given})")
-        imported = ", ".join(sorted(names))
-        return "\n".join(["import torch", f"from {PACKAGE} import {imported}", *lines]) + "\n"
+            names = {"dilated_attention"}
+            lines = [tensors, f"out = dilated_attention(q, k, v, {', '.join(options)})"]
+        else:
+            pattern, given = code_of(self.what), "pattern"
+            names = {"block_sparse_attention", *re.findall(r"\b[A-Z]\w+(?=\()", pattern)}
+            lines = [f"pattern = {pattern}", tensors]
+            if self.block_size != min(self.what.block_sizes, default=BLOCK_SIZE):
+                names.add("BlockLayout")
+                given = "layout"
+                sizes = f"{self.tokens}, block_size={self.block_size}{where}"
+                lines.append(f"layout = BlockLayout.from_pattern(pattern, {sizes})")
+            lines.append(f"out = block_sparse_attention(q, k, v, {given})")
+        return "\n".join(["import torch", f"from {PACKAGE} import {', '.join(sorted(names))}", "", *lines]) + "\n"
 
 
 PACKAGE = __name__.partition(".")[0]

@@ -40,7 +40,7 @@ from .plan import as_document
 
 PAGE = Path(__file__).with_name("explore.html")
 CELLS = 256  # a side of the picture
-LIMITS = {"tokens": 1 << 20, "heads": 64, "head_dim": 256, "blocks": 1 << 20, "mixed_pairs": 1 << 31}
+LIMITS = {"tokens": 1 << 20, "heads": 64, "head_dim": 256, "blocks": 1 << 20}
 SECURITY = {
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
     "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -80,6 +80,7 @@ class Question:
     tokens: int = 4096
     heads: int | None = None
     head: int = 0
+    shown: int | None = None  # tokens that are drawn
     head_dim: int = 64
     block_size: int | None = None
     causal: bool = False
@@ -131,10 +132,7 @@ def describe(question: Question) -> Document:
         raise ValueError(f"head must be from 0 to {call.heads - 1}, got {question.head}")
     _refuse_too_many(call)
     layout = call.layout()
-    if layout.dilated:
-        mixed = int((layout.entries()[3] >= 0).sum()) * layout.block_q * layout.block_k
-        _refuse("mixed_pairs", mixed, "pairs in blocks that a segment's end or the diagonal cuts")
-    drawn = picture(layout, CELLS, head=question.head)
+    drawn = picture(layout, CELLS, head=question.head, tokens=question.shown)
     device = Device.of(question.device)
     plan = plan_memory(
         AttentionConfig(pattern=call.what, heads=call.heads, head_dim=call.head_dim),
@@ -150,6 +148,7 @@ def describe(question: Question) -> Document:
         "head": question.head,
         "cells": ["".join(map(str, row)) for row in drawn.cells.tolist()],
         "cell_tokens": list(drawn.tokens),
+        "shown": min(question.shown or call.tokens, call.tokens),
         "note": drawn.note,
         "plan": as_document(plan),
         "code": call.code(device.type),
@@ -163,13 +162,9 @@ def _refuse_too_many(call: Call) -> None:
     else:
         assert isinstance(call.what, Pattern)
         lists = ListSize.of(call.what, call.tokens, call.tokens, call.block_size or BLOCK_SIZE)
-    _refuse("blocks", lists.blocks, "active blocks")
-
-
-def _refuse(limit: str, count: int, what: str) -> None:
-    if count > LIMITS[limit]:
+    if lists.blocks > LIMITS["blocks"]:
         raise ValueError(
-            f"this page draws at most {LIMITS[limit]:,} {what}, and these are about {count:,}: "
+            f"this page draws at most {LIMITS['blocks']:,} active blocks, and these are about {lists.blocks:,}: "
             "take fewer tokens, larger blocks or a sparser pattern"
         )
 

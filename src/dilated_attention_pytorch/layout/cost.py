@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from itertools import combinations
 from typing import TYPE_CHECKING
@@ -23,6 +24,9 @@ _CELLS = 1 << 24
 
 def num_pairs(layout: BlockLayout) -> int:
     """Allowed (query, key) pairs, over all lists of the layout, counted exactly."""
+    if layout.dilated and layout.seq_q == layout.seq_k and not layout.branches[..., 3:].any():
+        heads = Counter(tuple(map(tuple, branches)) for branches in layout.branches.tolist())
+        return sum(alike * _pairs_of_branches(layout, branches) for branches, alike in heads.items())
     _, query_block, key_block, rule = layout.entries()
     rows = (layout.queries_of(torch.arange(layout.num_q_blocks, device=layout.device)) < layout.seq_q).sum(1)
     full = rule < 0
@@ -35,6 +39,27 @@ def num_pairs(layout: BlockLayout) -> int:
         return total
     for chunk in partial.split(_CHUNK):
         total += _partial_pairs(layout, query_block[chunk], key_block[chunk], rule[chunk])
+    return total
+
+
+def _pairs_of_branches(layout: BlockLayout, branches: tuple[tuple[int, ...], ...]) -> int:
+    """A pair is held by at least one branch: by inclusion and exclusion, in tokens and never in pairs.
+
+    Tokens that several branches keep, and that each has in one segment, are paired by all of these branches.
+    """
+    causal = int(layout.rules[0, 0, 1]) == 0
+    total = 0
+    for size in range(1, len(branches) + 1):
+        for chosen in combinations(branches, size):
+            kept = torch.arange(layout.seq_q, dtype=torch.int32, device=layout.device)
+            for segment, dilation, offset, *_ in chosen:
+                kept = kept[kept % segment % dilation == offset]
+            segments = torch.stack([kept // segment for segment, *_ in chosen])
+            begins = (segments[:, 1:] != segments[:, :-1]).any(0)
+            ends = torch.cat((begins, begins.new_ones(min(1, len(kept))))).nonzero()[:, 0] + 1
+            together = ends.diff(prepend=ends.new_zeros(1))
+            pairs = together * (together + 1) // 2 if causal else together * together
+            total += int(pairs.sum()) * (1 if size % 2 else -1)
     return total
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..layout import BlockLayout
+from ..patterns.base import check_int
 from ..patterns.blocks import ceil_div
 
 
@@ -42,19 +43,27 @@ class Picture(NamedTuple):
     note: str
 
 
-def picture(layout: BlockLayout, most: int, *, head: int = 0, sample: int = 0) -> Picture:
+def picture(layout: BlockLayout, most: int, *, head: int = 0, sample: int = 0, tokens: int | None = None) -> Picture:
     """One head of one sample in at most `most` cells a side: full or empty if all of a cell is, else partial.
 
     Time and memory grow with the active blocks and not with the square of the sequence. The blocks of dilated attention
     take every so many-th token; it is drawn in the order of the tokens all the same.
+
+    Args:
+        tokens: draw the first so many alone, in whole blocks.
     """
+    if tokens is not None:
+        check_int("tokens", tokens, least=1)
     number = _list_number(layout, head, sample)
     if layout.dilated:
-        return _picture_of_branches(layout, most, number)
+        return _picture_of_branches(layout, most, number, min(tokens or layout.seq_q, layout.seq_q))
     which, query_block, key_block, rule = layout.entries()
-    mine = which == number
-    size = ceil_div(max(layout.num_q_blocks, layout.num_k_blocks), most)
-    rows, columns = (_cell_sizes(n, size) for n in (layout.num_q_blocks, layout.num_k_blocks))
+    num_q, num_k = (
+        ceil_div(min(tokens or seq, seq), block) for seq, block in zip(layout.lengths, layout.blocks, strict=True)
+    )
+    mine = (which == number) & (query_block < num_q) & (key_block < num_k)
+    size = ceil_div(max(num_q, num_k), most)
+    rows, columns = (_cell_sizes(n, size) for n in (num_q, num_k))
     cell = (query_block // size).long() * len(columns) + key_block // size
     active, full = (
         torch.bincount(cell[chosen], minlength=len(rows) * len(columns)).view(len(rows), -1).cpu()
@@ -65,11 +74,10 @@ def picture(layout: BlockLayout, most: int, *, head: int = 0, sample: int = 0) -
     return Picture(cells, (size * layout.block_q, size * layout.block_k), note)
 
 
-def _picture_of_branches(layout: BlockLayout, most: int, number: int) -> Picture:
+def _picture_of_branches(layout: BlockLayout, most: int, number: int, tokens: int) -> Picture:
     """Cells of neighbouring tokens. A cell that no branch fills alone is partial, also where several do together."""
     if layout.seq_q != layout.seq_k:
         raise ValueError(f"a layout of branches is drawn for as many queries as keys, got {layout.lengths}")
-    tokens = layout.seq_q
     size = ceil_div(tokens, most)
     sides = _cell_sizes(tokens, size)
     area = sides[:, None] * sides
@@ -89,7 +97,8 @@ def _picture_of_branches(layout: BlockLayout, most: int, number: int) -> Picture
 
 def _pairs_of_segments(cell: Tensor, segment: Tensor, num_cells: int) -> Tensor:
     """Pairs of tokens of the same segment by the cells of the two; tokens come in order."""
-    (cell, segment), count = torch.stack((cell, segment)).unique_consecutive(dim=1, return_counts=True)
+    both, count = (segment * num_cells + cell).unique_consecutive(return_counts=True)
+    segment, cell = both // num_cells, both % num_cells
     pairs = torch.zeros(num_cells, num_cells, dtype=torch.int64)
     for apart in range(len(cell)):
         here, there = slice(len(cell) - apart), slice(apart, None)
