@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-model test-lightning lint bench stress clean
+.PHONY: demo test test-model test-lightning test-page lint bench stress clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -30,6 +30,12 @@ test-lightning: $(STAMP)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[lightning]'
 	$(BIN)/python -m pytest tests/test_examples.py -k lightning
 
+# The explorer page in a real browser, which must be there: `apt-get install chromium` on Debian, or CHROMIUM=path.
+# Screenshots go to page_output.
+test-page: $(STAMP)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[page]'
+	$(BIN)/python -m pytest tests/test_page.py
+
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -43,4 +49,4 @@ stress: $(STAMP)
 	$(BIN)/python -m pytest -m stress
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis demo_output
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis demo_output page_output

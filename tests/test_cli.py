@@ -1,5 +1,6 @@
 """The command: what it prints, writes and returns."""
 
+import json
 import os
 import re
 import subprocess
@@ -9,7 +10,9 @@ import pytest
 import torch
 from matplotlib.image import imread
 
+from dilated_attention_pytorch import SlidingWindow, plan_memory
 from dilated_attention_pytorch.cli import demo, main
+from tests.commands import run
 
 COMMAND = "from dilated_attention_pytorch.cli import main; main()"
 
@@ -114,6 +117,64 @@ def test_errors_are_one_line_and_debug_shows_all(monkeypatch, tmp_path, capsys):
     assert "below" in err
     with pytest.raises(NotADirectoryError):
         main(("demo", "--quick", "--out", out, "--debug"))
+
+
+def test_demo_json_and_without_matplotlib(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr(demo, "QUICK", (1024, 256, 1))
+    code, out, err = run("demo", "--quick", "--json", "--out", str(tmp_path / "out"))
+    assert code == 0, err
+    found = json.loads(out)
+    assert [(row["pattern"], row["is_causal"]) for row in found["exactness"]] == [
+        (name, is_causal) for name in demo.CHECKED for is_causal in (False, True)
+    ]
+    assert max(max(row["errors"]) for row in found["exactness"]) < demo.TOLERANCE
+    race = found["race"]
+    assert race["dense_scaled"]["forward"] == race["dense"]["forward"] * 16
+    assert {len(row["right"]) for row in found["recall"].values()} == {1}
+    assert found["written"] == []
+    assert not (tmp_path / "out").exists()
+    assert "No picture: matplotlib is not installed" in err
+
+
+def test_plan_json():
+    arguments = ("plan", "window:512", "--tokens", "100000", "--device", "H200", "--training", "--json")
+    code, out, _ = run(*arguments)
+    assert code == 0
+    found = json.loads(out)
+    plan = plan_memory(SlidingWindow(512, 512), 100000, 1, torch.bfloat16, True, device="H200")
+    assert (found["peak_bytes"], found["peak_phase"], found["fits"]) == (plan.peak_bytes, plan.peak_phase, True)
+    assert sum(item["bytes"] for item in found["items"] if plan.peak_phase in item["phases"]) == plan.peak_bytes
+    code, out, err = run(*arguments, "--budget", "0.1")
+    assert code == 1
+    assert not json.loads(out)["fits"]
+    assert f"{json.loads(out)['longest']:,} tokens do" in err.splitlines()[-1]
+
+
+def test_train_json(tmp_path):
+    text = tmp_path / "text"
+    text.write_bytes(bytes(range(256)) * 4)
+    small = "--steps 2 --seq-len 16 --batch 1 --dim 8 --layers 1 --heads 2 --segment-lengths 8 --dilation-rates 1"
+    code, out, err = run("train", str(text), "--out", str(tmp_path / "run"), *small.split(), "--json")
+    assert code == 0, err
+    found = json.loads(out)
+    assert found["steps"] == 2
+    assert found["bits_a_byte"] > 0
+    assert all((tmp_path / "run" / name).exists() for name in ("model.safetensors", "checkpoint.safetensors"))
+    assert f"{found['bits_a_byte']:.3f} bits a byte" in err
+
+
+def test_every_command_has_json_debug_and_examples():
+    commands = ("demo", "show", "explore", "plan", "bench", "train", "fidelity", "doctor")
+    code, listed, _ = run("--help")
+    assert code == 0
+    for command in commands:
+        assert f" {command} " in listed
+        code, out, _ = run(command, "--help")
+        assert code == 0
+        assert "--json" in out
+        assert "--debug" in out
+        assert f" dilated-attention {command}" in out.split("Options")[0].partition("Usage")[2].partition("\n")[2]
 
 
 def test_arguments_that_make_no_sense_are_status_2(capsys):

@@ -185,13 +185,17 @@ def _flex(call: Call, layout: BlockLayout, q: Tensor) -> Contender:
     blocks = create_block_mask(
         mask, None, layout.num_heads, call.tokens, call.tokens, device=str(q.device), BLOCK_SIZE=size
     )
-    compiled = torch.compile(flex_attention, dynamic=False)
+    compiled = _compiled(flex_attention)
 
     def flex(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         return compiled(q, k, v, block_mask=blocks).transpose(1, 2)
 
     return Contender(flex, "FlexAttention, compiled", trains=q.is_cuda)
+
+
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, dynamic=False)
 
 
 def _installed(name: str, call: Call, q: Tensor) -> Contender:
