@@ -1,12 +1,14 @@
 """Every Python block of the README and the docs runs as it stands, top to bottom in one namespace a file."""
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 
 import dilated_attention_pytorch
 from dilated_attention_pytorch import BlockLayout
+from dilated_attention_pytorch.patterns.naming import pattern_of
 from dilated_attention_pytorch.viz import block_states
 
 ROOT = Path(__file__).parent.parent
@@ -40,6 +42,25 @@ def test_the_readme_names_the_two_commands_and_the_makefile_has_them():
         assert f"make {target}" in readme
         assert re.search(rf"^{target}:", makefile, re.MULTILINE)
     assert "make test" in (ROOT / ".ci" / "run").read_text()
+
+
+COMMANDS = re.findall(r"^ *(?:\$ )?dilated-attention (\w+.*)$", "\n".join(p.read_text() for p in FILES), re.MULTILINE)
+
+
+@pytest.mark.parametrize("line", sorted(set(COMMANDS)))
+def test_commands_have_these_arguments(line, tmp_path, monkeypatch):
+    """They are read, and not run."""
+    from typer.main import get_command
+
+    from dilated_attention_pytorch.cli.app import app
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "book.txt").write_text("words")
+    name, *arguments = shlex.split(line, comments=True)
+    command = get_command(app).commands[name]
+    read = command.make_context(name, arguments).params
+    if "pattern" in read:
+        pattern_of(read["pattern"])
 
 
 DRAWN = re.findall(r"^## `(.*)`\n\n.*\n\n((?:    .*\n)+)", (ROOT / "docs" / "patterns.md").read_text(), re.MULTILINE)

@@ -294,8 +294,8 @@ def _print(console: Console, document: Document) -> None:
                      f"{max(row['errors'].values()):.0e}")  # fmt: skip
     console.print(made)
     console.print(
-        f"Density {call['density']:.2%}: a dense contender computes every pair. Output"
-        f"{' and gradients' if document['training'] else ''} of each were compared with float64 first."
+        f"Density {call['density']:.2%}: a dense contender computes every pair. "
+        f"{'Outputs and gradients' if document['training'] else 'Outputs'} were compared with float64 first."
     )
     for name, reason in document["absent"].items():
         console.print(f"Without {name}: {reason}.", markup=False, soft_wrap=True)
