@@ -180,15 +180,16 @@ def test_every_block_of_the_largest_ungrouped_layout_has_a_pixel(tmp_path):
 
 def test_titles_say_density_block_size_lists_and_cells():
     figure = plot_layout([("a", causal(48)), ("b", two_heads())])
-    assert [axis.get_title() for axis in figure.axes] == [
-        "a\ndensity 51.0%; blocks of 16 tokens",
-        "b\ndensity 37.5%, mean of 2 lists; blocks of 16 tokens",
+    assert [" ".join(axis.get_title().split("\n")) for axis in figure.axes] == [
+        "a density 51.0%; blocks of 16 tokens",
+        "b density 37.5%, mean of 2 lists; blocks of 16 tokens",
     ]
     (legend,) = figure.legends
     assert [text.get_text() for text in legend.get_texts()] == ["full", "partial", "empty"]
     large = BlockLayout.from_pattern(LocalBlocks(0, block_size=16), 600 * 16, block_size=16)
     (axis,) = plot_layout(large).axes
-    assert axis.get_title().endswith("blocks of 16 tokens, a cell is 2 x 2 blocks")
+    assert axis.get_title().replace("\n", " ").endswith("blocks of 16 tokens, a cell is 2 x 2 blocks")
+    assert max(map(len, axis.get_title().splitlines())) <= figures.TITLE_LETTERS
     assert axis.images[0].get_array().shape == (300, 300)
 
 

@@ -31,7 +31,6 @@ from .call import Call
 from .output import NO_PICTURE, Document, can_draw, steps, table
 
 OURS, RIVALS = "ours", ("dense", "flex", "flash", "xformers")
-MOST_MASK = 1 << 14  # tokens up to which FlexAttention is given a matrix of pairs
 ROWS = 128  # of branches that are checked
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -169,22 +168,11 @@ def _ours(call: Call, layout: BlockLayout, backend: str) -> Contender:
 def _flex(call: Call, layout: BlockLayout, q: Tensor) -> Contender:
     if isinstance(call.what, Branches):
         raise CannotError("a key counts once for each branch, which no mask says")
-    if call.tokens > MOST_MASK:
-        raise CannotError(f"its mask is read from a matrix of pairs here, for at most {MOST_MASK:,} tokens")
     if call.dtype == torch.float64:
         raise CannotError("it computes in float32")
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+    from torch.nn.attention.flex_attention import flex_attention
 
-    allowed = layout.to_dense().view(-1, call.tokens, call.tokens)
-    own = layout.num_heads is not None
-
-    def mask(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return allowed[h if own else 0, query, key]
-
-    size = max(layout.block_q, layout.block_k, 128)
-    blocks = create_block_mask(
-        mask, None, layout.num_heads, call.tokens, call.tokens, device=str(q.device), BLOCK_SIZE=size
-    )
+    blocks = layout.to_flex_block_mask()
     compiled = _compiled(flex_attention)
 
     def flex(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from os import PathLike
+from textwrap import fill
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ COLOURS = MappingProxyType({State.FULL: "#1f4e8c", State.PARTIAL: "#f5a742", Sta
 
 COLUMNS = 3
 PANEL_INCHES = 4.2
+TITLE_LETTERS = 44  # as many as a panel is wide
 DPI = 160
 # Fewer than a panel has pixels: no cell falls between two of them.
 MOST_CELLS = 512
@@ -145,7 +147,8 @@ def _draw_layout(axis: Axes, title: str, layout: BlockLayout, head: int, sample:
         axis.set_yticks(range(0, layout.seq_q, height), minor=True)
         axis.grid(which="minor", color="white", linewidth=0.6)
         axis.tick_params(which="minor", length=0)
-    axis.set_title(f"{title}\n{_caption(layout, note)}", fontsize=10)
+    lines = [fill(text, TITLE_LETTERS) for text in (title, _caption(layout, note))]
+    axis.set_title("\n".join(lines), fontsize=10)
 
 
 def _ticks(tokens: int, block: int) -> range:

@@ -1,0 +1,36 @@
+"""The commands on a GPU: the doctor finds nothing, and rivals agree with us before they are timed."""
+
+import json
+
+import pytest
+import torch
+
+pytest.importorskip("typer")
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+def test_doctor():
+    from tests.commands import run
+
+    code, out, err = run("doctor", "--json")
+    assert code == 0, err
+    found = json.loads(out)
+    assert {each["chosen"] for each in found["backends"] if each["device"] == "cuda:0"} >= {"triton", "sdpa"}
+    done = {(check["device"], check["backend"]) for check in found["checks"]}
+    assert ("cuda:0", "triton") in done
+    assert found["checks_left"] < len(found["checks"])
+
+
+@pytest.mark.parametrize("arguments", [("window:200 | global:16",), ("longnet:256,1024/1,4",)])
+def test_bench(arguments):
+    from tests.commands import run
+
+    code, out, err = run(
+        "bench", *arguments, "--tokens", "2048", "--causal", "--training", "--device", "cuda", "--json"
+    )
+    assert code == 0, err
+    found = json.loads(out)
+    assert found["backend"] == "triton"
+    same = {"ours", "dense"} | ({"flex"} if "window" in arguments[0] else set())
+    assert same <= set(found["contenders"]), found["absent"]
+    assert all(set(row["errors"]) == {"out", "dq", "dk", "dv"} for row in found["contenders"].values())
