@@ -24,8 +24,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from cases import HERE, environment, gpu_seconds, seconds, write_json
+from cases import HERE, environment, write_json
 from dilated_attention_pytorch import Causal, LocalBlocks, RandomBlocks, decode_attention
+from dilated_attention_pytorch.testing.timing import gpu_seconds, seconds
 
 HEADS, HEADS_KV, HEAD_DIM, BLOCK = 32, 8, 128, 128
 

@@ -9,6 +9,7 @@ with the reason and not timed. If it is ours, that is an error. Then contenders 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -285,6 +286,9 @@ def _print(console: Console, document: Document) -> None:
         f"Density {call['density']:.2%}: a dense contender computes every pair. "
         f"{'Outputs and gradients' if document['training'] else 'Outputs'} were compared with float64 first."
     )
+    load, cores = document["environment"]["load_before"], os.cpu_count() or 1
+    if load is not None and load > cores / 2:
+        console.print(f"The machine was busy (load {load} on {cores} cores): the times say little.")
     for name, reason in document["absent"].items():
         console.print(f"Without {name}: {reason}.", markup=False, soft_wrap=True)
 
