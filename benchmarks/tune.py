@@ -24,12 +24,13 @@ import torch
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
-from cases import HERE, GateError, environment, gpu_seconds, random_mask, write_json
+from cases import HERE, GateError, environment, random_mask, write_json
 from dilated_attention_pytorch import BlockLayout
 from dilated_attention_pytorch.backends import blockwise
 from dilated_attention_pytorch.backends.base import Extras
 from dilated_attention_pytorch.kernels import configs, launch
 from dilated_attention_pytorch.kernels.configs import Config
+from dilated_attention_pytorch.testing.timing import gpu_seconds
 
 HEAD_DIMS = (32, 64, 128, 256)
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
