@@ -111,6 +111,7 @@ def test_options_are_what_the_library_has(server):
         ({"heads": 65}, "heads must be from 1 to 64"),
         ({"head": 8}, "head must be from 0 to 7, got 8"),
         ({"block_size": 17}, "block_size must be one of"),
+        ({"pattern": "longnet", "block_size": 64}, "block_size is chosen by dilated attention itself, got 64"),
         ({"causal": "yes"}, "causal must be 0 or 1, got 'yes'"),
         ({"dtype": "int8"}, "dtype must be one of float64"),
         ({"device": "/etc/passwd"}, "device must be one of cpu"),

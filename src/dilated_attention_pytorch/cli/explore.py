@@ -122,7 +122,7 @@ def describe(question: Question) -> Document:
     call = Call.named(
         question.pattern,
         tokens=question.tokens,
-        block_size=None if "longnet" in question.pattern else question.block_size,
+        block_size=question.block_size,
         is_causal=question.causal,
         heads=question.heads,
         head_dim=question.head_dim,
