@@ -41,6 +41,19 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+.PHONY: docs release-check
+
+# The site, into site/; a broken link or a notebook that fails ends it (not with --quiet: that hides warnings from --strict).
+docs: $(STAMP)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs]'
+	OMP_NUM_THREADS=1 NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# Wheel and sdist, into dist/; the wheel is installed alone and used, with each of PYTHONS that is there.
+PYTHONS ?= python3.11 python3.12 python3.13
+release-check: $(STAMP)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[release]'
+	$(BIN)/python tools/release_check.py $(PYTHONS)
+
 bench: $(STAMP)
 	$(BIN)/python benchmarks/cpu.py
 

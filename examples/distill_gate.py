@@ -70,7 +70,7 @@ def main() -> None:
         "block": args.block, "patch": args.patch, "seconds": round(time.perf_counter() - started),
         "divergence": divergence,
     }  # fmt: skip
-    torch.save({"gates": gates, "about": about}, args.out)
+    torch.save({"gates": [gate.state_dict() for gate in gates], "about": about}, args.out)
 
 
 if __name__ == "__main__":

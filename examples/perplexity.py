@@ -114,9 +114,21 @@ def attention_by(row: dict[str, Any], tokens: int, gates: list[BlockGate] | None
     return attend
 
 
+def load_gates(path: Path) -> dict[str, Any]:
+    """What `examples/distill_gate.py` saved: tensors and plain values, a gate for every layer."""
+    saved = torch.load(path, weights_only=True)
+    queries, keys = saved["about"]["patch"]
+    gates = []
+    for state in saved["gates"]:
+        (num_heads, head_dim, _), num_kv_heads = state["row_weight"].shape, len(state["column_weight"])
+        gates.append(BlockGate(num_heads, head_dim, num_kv_heads, queries=queries, keys=keys).requires_grad_(False))
+        gates[-1].load_state_dict(state)
+    return saved | {"gates": gates}
+
+
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     model, tokenizer = models.load_model(args.model)
-    gates = torch.load(args.gate, weights_only=False) if args.gate else None
+    gates = load_gates(args.gate) if args.gate else None
     result = json.loads(args.out.read_text()) if args.out.exists() else {"rows": []}
     result |= {
         "command": " ".join(["python examples/perplexity.py", *(text.name for text in args.texts), "--tokens …"]),

@@ -134,8 +134,8 @@ def ring_dilated_attention(
     Args:
         q, k, v, group, placement, key_padding_mask: as in `ring_block_sparse_attention`. Shards whose starts are
             multiples of 128 · lcm(dilation_rates) are computed with the fewest mixed blocks.
-        segment_lengths, dilation_rates, is_causal, scale, dropout_p, head_offsets, detach_branch_weights, return_lse,
-            backend: as in `dilated_attention`.
+        segment_lengths, dilation_rates, head_offsets, detach_branch_weights: as in `dilated_attention`; so are
+            is_causal, scale, dropout_p, return_lse and backend.
     """
     options: dict[str, Any] = {
         "is_causal": is_causal, "scale": scale, "dropout_p": dropout_p, "key_padding_mask": key_padding_mask,

@@ -28,7 +28,7 @@ from torch.nn.functional import pad
 try:
     from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 except ModuleNotFoundError as error:
-    raise ImportError("transformers is not installed: pip install 'dilated-attention-pytorch[hf]'") from error
+    raise ImportError("transformers is not installed: pip install transformers") from error
 
 from ..ops import block_sparse_attention, decode_attention
 from ..ops.choose import check_backend

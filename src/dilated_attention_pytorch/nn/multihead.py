@@ -187,8 +187,8 @@ class BlockSparseRingMultiheadDilatedAttention(Multihead):
 
     Args:
         embed_dim, num_heads: as in `nn.MultiheadAttention`.
-        segment_lengths, dilation_rates, sparse_config, pattern fields, scale, dropout, attention_dropout, backend,
-            ring_group: as in `BlockSparseRingDilatedAttention`.
+        segment_lengths, dilation_rates, sparse_config: as in `BlockSparseRingDilatedAttention`; so are the fields of
+            a pattern, scale, dropout, attention_dropout, backend and ring_group.
         num_kv_heads: key and value heads, fewer than `num_heads` for grouped queries; `num_heads` by default.
         bias: whether the projections have biases.
         kdim, vdim: features of key and value, `embed_dim` by default.
@@ -274,8 +274,8 @@ class MultiheadDilatedAttention(Multihead):
 
     Args:
         embed_dim, num_heads: as in `nn.MultiheadAttention`.
-        segment_lengths, dilation_rates, head_offsets, detach_branch_weights, scale, dropout, attention_dropout,
-            backend, ring_group and the options of the memory pool: as in `DilatedAttention`.
+        segment_lengths, dilation_rates, head_offsets, detach_branch_weights: as in `DilatedAttention`; so are scale,
+            dropout, attention_dropout, backend, ring_group and the options of the memory pool.
         num_kv_heads, bias, kdim, vdim, batch_first: as in `BlockSparseRingMultiheadDilatedAttention`.
         layer_norm, layer_norm_eps: MAGNETO's layer norm before the output projection; off by default, 1e-5.
         gamma_init: start as MAGNETO does, values and output scaled by this; see `magneto_gammas`. By default the

@@ -10,7 +10,7 @@ Blocks have three states: full (every pair of tokens is allowed, no mask is read
 block; the last key block of a sequence that does not fill it is always partial) and empty (not computed). Where there
 are more blocks than room, a cell stands for a group of them: full or empty if all of them are, else partial.
 
-Nothing here needs matplotlib until a figure is drawn: `pip install 'dilated-attention-pytorch[viz]'`.
+Nothing here needs matplotlib until a figure is drawn: `pip install matplotlib`.
 """
 
 from .figures import COLOURS, plot_kept_mass, plot_layout, plot_weights

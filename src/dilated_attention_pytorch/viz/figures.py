@@ -198,7 +198,7 @@ def _new_figure(width: float, height: float) -> Figure:
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
-        raise ImportError("drawing needs matplotlib: pip install 'dilated-attention-pytorch[viz]'") from error
+        raise ImportError("drawing needs matplotlib: pip install matplotlib") from error
     return Figure(figsize=(width, height), dpi=DPI, layout="constrained")
 
 
