@@ -12,7 +12,7 @@ from dilated_attention_pytorch.patterns.naming import pattern_of
 from dilated_attention_pytorch.viz import block_states
 
 ROOT = Path(__file__).parent.parent
-FILES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+FILES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def blocks(path):
@@ -20,7 +20,8 @@ def blocks(path):
 
 
 @pytest.mark.parametrize("path", [p for p in FILES if blocks(p)], ids=lambda p: p.name)
-def test_code_runs(path):
+def test_code_runs(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     namespace = {}
     for code in blocks(path):
         exec(compile(code, str(path), "exec"), namespace)
@@ -29,7 +30,7 @@ def test_code_runs(path):
         assert namespace["weights"]["block_size"] == 128
 
 
-@pytest.mark.parametrize("path", [*FILES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"], ids=lambda p: p.name)
+@pytest.mark.parametrize("path", sorted({*FILES, *ROOT.glob("*.md")}), ids=lambda p: p.name)
 def test_links_and_pictures_exist(path):
     targets = re.findall(r"\]\((?!https?:)([^)#]+)\)", path.read_text())
     missing = [target for target in targets if not (path.parent / target).exists()]
