@@ -6,14 +6,19 @@ STAMP := $(VENV)/.installed
 
 .PHONY: demo test test-model test-lightning test-page lint bench stress clean
 
-$(STAMP): pyproject.toml constraints.txt
+$(VENV)/.demo: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[all]'
+	touch $@
+
+$(STAMP): $(VENV)/.demo
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
 	touch $@
 
-demo: $(STAMP)
+# Needs less than the rest: a newcomer sees the first picture sooner.
+demo: $(VENV)/.demo
 	$(BIN)/dilated-attention demo
 
 test: lint
