@@ -194,7 +194,7 @@ def test_without_typer_or_rich_one_line_says_what_to_install(module):
     hide = f"import sys; sys.modules[{module!r}] = None; "
     done = subprocess.run([sys.executable, "-c", hide + COMMAND], capture_output=True, text=True, check=False)
     assert done.returncode == 1
-    assert done.stderr == f"error: dilated-attention needs {module}: pip install 'dilated-attention-pytorch[all]'\n"
+    assert done.stderr == f"error: dilated-attention needs {module}: pip install typer rich\n"
 
 
 def test_importing_the_command_imports_neither_typer_nor_rich():

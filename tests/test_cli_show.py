@@ -109,7 +109,7 @@ def test_a_picture_without_matplotlib_says_what_to_install(monkeypatch, tmp_path
     code, out, err = run("show", "window:3", "--out", str(tmp_path / "x.png"))
     assert code == 1
     assert "█" in out
-    assert err == "error: drawing needs matplotlib: pip install 'dilated-attention-pytorch[viz]'\n"
+    assert err == "error: drawing needs matplotlib: pip install matplotlib\n"
 
 
 @pytest.mark.parametrize("columns", [24, 40, 200])

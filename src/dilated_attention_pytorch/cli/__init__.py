@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         missing = (error.name or "").partition(".")[0]
         if missing not in ("typer", "rich"):
             raise
-        sys.exit(f"error: dilated-attention needs {missing}: pip install 'dilated-attention-pytorch[all]'")
+        sys.exit(f"error: dilated-attention needs {missing}: pip install typer rich")
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             # A terminal without block characters gets question marks and not an error.

@@ -66,4 +66,4 @@ def can_draw() -> bool:
     return find_spec("matplotlib") is not None
 
 
-NO_PICTURE = "No picture: matplotlib is not installed (pip install 'dilated-attention-pytorch[viz]')."
+NO_PICTURE = "No picture: matplotlib is not installed (pip install matplotlib)."
