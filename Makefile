@@ -67,4 +67,4 @@ stress: $(STAMP)
 	$(BIN)/python -m pytest -m stress
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis demo_output page_output
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis demo_output page_output dist site
