@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-model test-lightning test-page lint bench stress clean
+.PHONY: demo test test-model test-lightning test-page lint docs release-check bench stress clean
 
 $(VENV)/.demo: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -45,8 +45,6 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-
-.PHONY: docs release-check
 
 # The site, into site/; a broken link or a notebook that fails ends it (not with --quiet: that hides warnings from --strict).
 docs: $(STAMP)
