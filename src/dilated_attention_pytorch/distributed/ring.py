@@ -38,7 +38,7 @@ from ..ops.checks import (
     refuse_branches,
 )
 from ..ops.choose import choose, leave_autocast
-from ..ops.merge import merge_attention
+from ..ops.merge import merge_parts
 from ..patterns import Branches, Causal, Pattern
 from ..patterns.base import check_flag
 from ..patterns.blocks import BLOCK_SIZES
@@ -432,7 +432,7 @@ class _Ring(torch.autograd.Function):
             for part in plan.own if step is None else step.parts:
                 own = part.queries
                 part_out, part_lse = _forward(backend, q[:, own], part, stored, extras)
-                out[:, own], lse[:, :, own] = merge_attention(
+                out[:, own], lse[:, :, own] = merge_parts(
                     [out[:, own], part_out.to(out.dtype)], [lse[:, :, own], part_lse]
                 )
             del stored

@@ -54,13 +54,16 @@ def _shares(lses: Sequence[Tensor], lse: Tensor) -> list[Tensor]:
     return [torch.exp(part - top).transpose(1, 2)[..., None] for part in lses]
 
 
-@torch.library.custom_op("dilated_attention_pytorch::merge_attention", mutates_args=())
-def _merge(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
+def merge_parts(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """`merge_attention` of checked arguments, unknown to autograd and the compiler; its first call loads nothing."""
     lse = torch.logsumexp(torch.stack(lses), dim=0)
     mixed = torch.zeros_like(outs[0], dtype=lse.dtype, memory_format=torch.contiguous_format)
     for out, share in zip(outs, _shares(lses, lse), strict=True):
         mixed.addcmul_(torch.where(share == 0, 0.0, out.to(lse.dtype)), share)  # nobody reads an empty row
     return mixed.to(outs[0].dtype), lse
+
+
+_merge = torch.library.custom_op("dilated_attention_pytorch::merge_attention", merge_parts, mutates_args=())
 
 
 @_merge.register_fake
