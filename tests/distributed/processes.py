@@ -1,10 +1,10 @@
-"""Four processes that stay: they form groups of 1 to 4 ranks (gloo) and run what they are given, call after call.
+"""Processes that stay: they form groups of 1 to 4 ranks (gloo) and run what they are given, call after call.
 
 `Ranks.run(size, work, *args)` runs `work(group, *args)` on the first `size` ranks and returns what each returned. An
-error of a rank is raised here, as `RankError`, with the text of all ranks that failed.
+error of a rank is raised here, as `RankError`, with the text of all ranks that failed. `Processes` are the plain kind,
+that run one function and may die.
 """
 
-import socket
 import traceback
 from datetime import timedelta
 
@@ -22,16 +22,64 @@ class RankError(RuntimeError):
         self.errors = {rank: (kind, text) for rank, (kind, text, _) in errors.items()}
 
 
-def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+class ByRank(list):
+    """A value for each rank."""
+
+
+def of_rank(args, rank):
+    """`args` are for all ranks; an argument that is a `ByRank` has one for each."""
+    return [x[rank] if isinstance(x, ByRank) else x for x in args]
 
 
 def join(rank, size, port):
     torch.set_num_threads(1)
-    where = f"tcp://127.0.0.1:{port}"
-    dist.init_process_group("gloo", init_method=where, rank=rank, world_size=size, timeout=TIMEOUT)
+    store = dist.TCPStore("127.0.0.1", port)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=TIMEOUT)
+
+
+def context():
+    """Processes that fork from one that has loaded what ranks need and has done nothing: quick to start."""
+    server = mp.get_context("forkserver")
+    # The compiler too, which the optimisers load: seconds, in every rank.
+    server.set_forkserver_preload(
+        ["tests.distributed.work", "torch.distributed.checkpoint.state_dict", "torch._dynamo"]
+    )
+    return server
+
+
+class Processes:
+    """Each runs `target(rank, size, port, pipe, *args)`."""
+
+    def __init__(self, size, target, *args):
+        # As torchrun's agent has one: it does not die with a rank.
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.pipes, self.processes = [], []
+        for rank in range(size):
+            here, there = context().Pipe()
+            given = (rank, size, self.store.port, there, *of_rank(args, rank))
+            process = context().Process(target=target, args=given, daemon=True)
+            process.start()
+            there.close()
+            self.pipes.append(here)
+            self.processes.append(process)
+
+    def close(self):
+        for process in self.processes:
+            process.kill()
+
+
+class Ranks(Processes):
+    def __init__(self, size=MOST):
+        super().__init__(size, _serve)
+
+    def run(self, size, work, *args):
+        for rank, pipe in enumerate(self.pipes[:size]):
+            pipe.send((size, work, of_rank(args, rank)))
+        answers = [pipe.recv() for pipe in self.pipes[:size]]
+        errors = {rank: answer for rank, (ok, answer) in enumerate(answers) if not ok}
+        if errors:
+            raise RankError(errors)
+        return [answer for _, answer in answers]
 
 
 def _serve(rank, size, port, pipe):
@@ -45,41 +93,3 @@ def _serve(rank, size, port, pipe):
         except Exception as error:  # noqa: BLE001 - told to the test
             text = "".join(traceback.format_exception(error))
             pipe.send((False, (type(error).__name__, str(error), text)))
-
-
-def context():
-    """Processes that fork from one that has loaded the library and nothing else: quick to start."""
-    server = mp.get_context("forkserver")
-    server.set_forkserver_preload(["dilated_attention_pytorch.distributed", "tests.distributed.work"])
-    return server
-
-
-class Ranks:
-    def __init__(self, size=MOST):
-        port = free_port()
-        self.pipes, self.processes = [], []
-        for rank in range(size):
-            here, there = context().Pipe()
-            process = context().Process(target=_serve, args=(rank, size, port, there), daemon=True)
-            process.start()
-            there.close()
-            self.pipes.append(here)
-            self.processes.append(process)
-
-    def run(self, size, work, *args):
-        """`args` are for all ranks; an argument that is a `ByRank` has one for each."""
-        for rank, pipe in enumerate(self.pipes[:size]):
-            pipe.send((size, work, [x[rank] if isinstance(x, ByRank) else x for x in args]))
-        answers = [pipe.recv() for pipe in self.pipes[:size]]
-        errors = {rank: answer for rank, (ok, answer) in enumerate(answers) if not ok}
-        if errors:
-            raise RankError(errors)
-        return [answer for _, answer in answers]
-
-    def close(self):
-        for process in self.processes:
-            process.kill()
-
-
-class ByRank(list):
-    """A value for each rank."""

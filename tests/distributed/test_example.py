@@ -4,7 +4,6 @@ import importlib.util
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -69,60 +68,3 @@ def test_under_torchrun(tmp_path):
     )
     assert re.search(r"step 6: loss", run.stdout)
     assert result["step"] == 6
-
-
-DOOMED = """
-import os, signal, sys
-sys.argv[0] = {example!r}
-sys.path.insert(0, {root!r})
-from tests.distributed.test_example import example
-from tests.distributed.test_faults import die_at
-if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] == "{rank}":
-    die_at({fate})
-module = example()
-save = module.Run.save
-def fatal_save(self, folder):
-    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] == "{rank}" and {in_save}:
-        import threading
-        threading.Timer({delay}, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
-    save(self, folder)
-module.Run.save = fatal_save
-module.main()
-"""
-
-
-@pytest.mark.stress
-@pytest.mark.parametrize("seed", range(40))
-def test_a_killed_run_is_restarted_and_ends_as_if_nothing_had_happened(seed, tmp_path, undisturbed):
-    """A rank dies in the first attempt, in attention or while a checkpoint is written; torchrun starts all again."""
-    draw = torch.Generator().manual_seed(seed)
-    size, steps = int(torch.randint(2, 4, (), generator=draw)), 6
-    fate, rank = (int(torch.randint(*span, (), generator=draw)) for span in ((10, 100), (0, size)))
-    delay = float(torch.rand((), generator=draw)) * 0.1
-    script = tmp_path / "doomed.py"
-    in_save = seed % 2 == 1
-    source = DOOMED.format(
-        example=str(EXAMPLE), root=str(ROOT), rank=rank, fate=10**9 if in_save else fate, in_save=in_save, delay=delay
-    )
-    script.write_text(source)
-    folder = tmp_path / "checkpoints"
-    folder.mkdir()
-    result, run = torchrun(
-        "--nproc-per-node", str(size), "--max-restarts", "2", "--",
-        "--steps", str(steps), "--checkpoints", str(folder), "--every", "2", "--timeout", "90", "--tokens", "600",
-        script=script,
-    )  # fmt: skip
-    assert result["step"] == steps
-    assert result["loss"] == pytest.approx(undisturbed[size], abs=1e-6)
-    if str(signal.SIGKILL.value) not in run.stderr and "SIGKILL" not in run.stderr:
-        pytest.fail("nobody was killed")
-
-
-@pytest.fixture(scope="session")
-def undisturbed():
-    """The last loss of runs that nobody disturbs, by world size."""
-    losses = {}
-    for size in (2, 3):
-        result, _ = torchrun("--nproc-per-node", str(size), "--", "--steps", "6", "--tokens", "600")
-        losses[size] = result["loss"]
-    return losses

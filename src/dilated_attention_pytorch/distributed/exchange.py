@@ -33,6 +33,8 @@ def check_group(group: Group) -> dist.ProcessGroup:
         raise RuntimeError("a ring needs a process group: call torch.distributed.init_process_group first")
     if isinstance(group, dist.ProcessGroup):
         return group
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError("group must be one that this rank is in, got what new_group gives to the ranks outside")
     if hasattr(group, "get_group") and hasattr(group, "ndim"):
         if group.ndim != 1:
             raise ValueError(
@@ -51,6 +53,18 @@ class Shared:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Shared:
         return self
+
+
+@contextmanager
+def or_broken(what: str, peer: str = "of all ranks") -> Iterator[None]:
+    """Communication whose failure is a `RingError` that says what failed, and with whom."""
+    try:
+        yield
+    except RuntimeError as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise RingError(
+            f"the ring is broken: {what} {peer} failed; that rank, or one it waits for, is gone or hangs ({reason})"
+        ) from error
 
 
 @dataclass
@@ -88,18 +102,11 @@ class Pending:
     def wait(self) -> list[Tensor]:
         """What was received. Once."""
         for peer, work in self.works:
-            try:
+            with or_broken(self.what, peer):
                 work.wait()
-            except RuntimeError as error:
-                raise RingError(_lost(self.what, peer, error)) from error
         self.works, self.held = [], []
         received, self.received = self.received, []
         return [x.to(self.device) for x in received] if self.device is not None else received
-
-
-def _lost(what: str, peer: str, error: Exception) -> str:
-    reason = (str(error).splitlines() or [type(error).__name__])[0]
-    return f"the ring is broken: {what} {peer} failed; that rank, or one it waits for, is gone or hangs ({reason})"
 
 
 def exchange(
@@ -133,10 +140,8 @@ def exchange(
                 traffic.bytes += sum(x.numel() * x.element_size() for x in tensors)
                 traffic.messages += len(tensors)
     if works:
-        try:
+        with or_broken(what, works[0][0]):
             begun = dist.batch_isend_irecv([operation for _, operation in works])
-        except RuntimeError as error:
-            raise RingError(_lost(what, works[0][0], error)) from error
         # Some backends give one handle for all.
         names = [name for name, _ in works] if len(begun) == len(works) else ["with its neighbours"] * len(begun)
         pending.works = list(zip(names, begun, strict=True))
@@ -169,8 +174,14 @@ def gather_numbers(group: dist.ProcessGroup, numbers: Sequence[int], what: str) 
     """int64 [ranks, numbers], on the host: the numbers, below 2⁶³, of every rank. All ranks call it."""
     own = torch.tensor(numbers, dtype=torch.int64)
     told = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    try:
+    with or_broken(what):
         dist.all_gather(told, own, group=control_group(group))
-    except RuntimeError as error:
-        raise RingError(_lost(what, "of all ranks", error)) from error
     return torch.stack(told)
+
+
+def gather_objects(group: dist.ProcessGroup, value: Any, what: str) -> list[Any]:
+    """The values of every rank. All ranks call it."""
+    told: list[Any] = [None] * dist.get_world_size(group)
+    with or_broken(what):
+        dist.all_gather_object(told, value, group=control_group(group))
+    return told

@@ -102,7 +102,7 @@ class Items:
         """A contiguous copy of the items of a tensor (batch, tokens) or (batch, tokens, heads, D)."""
         if x.ndim == 2:
             return x.index_select(1, self.every)
-        return x.index_select(1, self.tokens) if self.heads is None else x[:, self.tokens, self.heads]
+        return x.index_select(1, self.tokens) if self.heads is None else x[:, self.tokens, self.heads].contiguous()
 
     def shape_of(self, x: Tensor) -> tuple[int, ...]:
         if x.ndim == 2:

@@ -42,9 +42,12 @@ from ..ops.merge import merge_parts
 from ..patterns import Branches, Causal, Pattern
 from ..patterns.base import check_flag
 from ..patterns.blocks import BLOCK_SIZES
-from .exchange import Group, Pending, RingError, check_group, control_group, exchange, gather_numbers
+from .exchange import Group, Pending, RingError, check_group, exchange, gather_numbers, gather_objects
 from .plan import Part, Plan, Step, Work, differences, digest, make_plan, remember_plan, remembered_plan
 from .shard import Placement, check_placement
+
+# What a plan depends on, of what the ranks agree on; another batch, or a call without gradients, takes the same.
+OF_THE_PLAN = ("pattern", "is_causal", "placement", "heads")
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -247,7 +250,7 @@ class _Call:
         remembered = remembered_plan(self.group, key)
         told = _agree(self.group, self.description, 0 if remembered is None else remembered.number, seed, *self.lengths)
         numbers, seeds, lengths = told[:, 0], told[:, 1], told[:, 2:].T.tolist()
-        number = digest(self.description, lengths)
+        number = digest(*(self.description[name] for name in OF_THE_PLAN), lengths)
         extras = self.extras
         if extras.dropout_p:
             extras = extras._replace(seed=seeds[0].to(self.device))
@@ -358,10 +361,10 @@ def _told(what: BlockLayout | Pattern | Branches | Placement) -> str:
 def _agree(group: dist.ProcessGroup, description: dict[str, str], *numbers: int) -> Tensor:
     """[ranks, numbers]: those of every rank, if all make the same call; else an error that names the difference."""
     numbers = numbers or (0,) * 4
-    told = gather_numbers(group, [digest(description), *numbers], "the agreement on a call")
+    what = "the agreement on a call"
+    told = gather_numbers(group, [digest(description), *numbers], what)
     if (told[:, 0] != told[0, 0]).any():
-        descriptions: list[Any] = [None] * len(told)
-        dist.all_gather_object(descriptions, description, group=control_group(group))
+        descriptions = gather_objects(group, description, what)
         refusals = {rank: each["refused"] for rank, each in enumerate(descriptions) if "refused" in each}
         if refusals:
             told_by = "; ".join(f"rank {rank}: {reason}" for rank, reason in refusals.items())

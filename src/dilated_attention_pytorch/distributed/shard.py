@@ -17,7 +17,7 @@ from ..layout import BlockLayout
 from ..patterns import Causal, Pattern
 from ..patterns.base import check_flag, check_int
 from ..patterns.blocks import ceil_div, check_block_size
-from .exchange import Group, check_group
+from .exchange import Group, check_group, or_broken
 
 # A placement is balanced if the slowest rank has no more than this times the mean work.
 BALANCED = 1.05
@@ -252,7 +252,8 @@ class _Unshard(torch.autograd.Function):
         x = x.movedim(dim, 0)
         padded = torch.cat((x, x.new_zeros(max(counts) - len(x), *x.shape[1:]))).contiguous()
         parts = [torch.empty_like(padded) for _ in counts]
-        dist.all_gather(parts, padded, group=group)
+        with or_broken("the gathering of shards"):
+            dist.all_gather(parts, padded, group=group)
         whole = x.new_empty(placement.seq, *x.shape[1:])
         for rank, part in enumerate(parts):
             at = 0
@@ -265,7 +266,8 @@ class _Unshard(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         placement, group, dim = ctx.rest
         grad = grad.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(grad, group=group)
+        with or_broken("the sum of gradients"):
+            dist.all_reduce(grad, group=group)
         return _shard(grad, placement, dist.get_rank(group), dim).contiguous(), None, None, None
 
 
