@@ -131,3 +131,7 @@ def test_a_group_must_be_one(ranks):
     with pytest.raises(RankError) as failed:
         ranks.run(4, work.wrong_groups)
     assert all("mesh" in text and kind == "ValueError" for kind, text in failed.value.errors.values())
+
+
+def test_a_rank_outside_of_the_group_is_told_so(ranks):
+    assert ranks.run(4, work.outside) == [0.0, 256.0, 0.0, 256.0]

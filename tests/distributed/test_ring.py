@@ -264,3 +264,33 @@ def test_at_most_two_receive_buffers(ranks, pattern):
     for most, steps in ranks.run(4, work.most_buffers, q, pattern):
         assert most == 2
         assert steps == 6
+
+
+def test_no_operator_is_registered_on_the_way(ranks):
+    ranks.run(2, work.without_operators, SlidingWindow(20, 20) | GlobalTokens(4))
+
+
+def test_a_plan_serves_every_batch_dtype_and_way(ranks):
+    """Training and evaluation take turns: the plan is made once."""
+    assert ranks.run(2, work.plans_made, SlidingWindow(23, 29)) == [1, 1]
+
+
+LEARNING = {"q": [("q",)] * 3, "k, v": [("k", "v")] * 3, "one each": [("q",), ("k",), ("v",)]}
+
+
+@pytest.mark.parametrize("learning", LEARNING)
+@pytest.mark.parametrize("order", [(0, 2, 1, 3), (3, 1, 2, 0)], ids=str)
+@pytest.mark.parametrize("name", ["window", "per head"])
+def test_any_strides_and_any_of_q_k_v_that_learn(ranks, name, order, learning):
+    placement = Placement.of_lengths([96, 64, 73], block_size=32)
+    case = Case(**tensors(0, 2, 233, 233, 4, 4, 8), layout=BlockLayout.from_pattern(PATTERNS[name], 233, block_size=32))
+    case.dlse.zero_()
+    expected = oracle(case)
+    whole = case.q, case.k, case.v, case.do, case.dlse
+    shards = ByRank(work.shard_of(whole, placement, rank)[:4] for rank in range(3))
+    results = ranks.run(3, work.attend_strided, shards, PATTERNS[name], order, ByRank(LEARNING[learning]))
+    for rank, got in enumerate(results):
+        assert tuple(each for each, x in zip("qkv", got[1:], strict=True) if x is not None) == LEARNING[learning][rank]
+        for mine, want in zip(got, [expected[0], *expected[2:]], strict=True):
+            if mine is not None:
+                torch.testing.assert_close(mine, want[:, placement.tokens(rank)[0]], rtol=0, atol=1e-10)

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dilated_attention_pytorch import SlidingWindow
 from dilated_attention_pytorch.distributed import (
@@ -72,6 +73,65 @@ def num_plans(group, forget=False):
     if forget:
         plans.clear()
     return number
+
+
+class NoOperator(TorchDispatchMode):
+    """No operator that this package registers: the first call of one imports the compiler, and all others wait."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func.namespace != "dilated_attention_pytorch", func
+        return func(*args, **(kwargs or {}))
+
+
+def without_operators(group, pattern):
+    q = torch.randn(1, 64, 2, 8, requires_grad=True)
+    with NoOperator():
+        ring_block_sparse_attention(q, q, q, pattern, group=group).sum().backward()
+        ring_dilated_attention(q, q, q, segment_lengths=[64, 128], dilation_rates=[1, 2], group=group).sum().backward()
+
+
+def plans_made(group, pattern):
+    """How many plans calls of other batches, dtypes and without gradients make, after a first call."""
+    made, make_plan = [], ring.make_plan
+
+    def counted(*args):
+        made.append(args)
+        return make_plan(*args)
+
+    ring.make_plan = counted
+    try:
+        for batch, dtype, learn in ((1, torch.float32, True), (2, torch.float32, False), (1, torch.float64, True)):
+            for dropout_p in (0.0, 0.5):
+                q = torch.randn(batch, 48, 2, 8, dtype=dtype, requires_grad=learn)
+                ring_block_sparse_attention(q, q, q, pattern, group=group, dropout_p=dropout_p)
+    finally:
+        ring.make_plan = make_plan
+    return len(made)
+
+
+def attend_strided(group, shards, pattern, order, learning):
+    """out and gradients (None where not asked for) of tensors whose memory is in another order."""
+    q, k, v, do = (x.permute(order).contiguous().permute([order.index(i) for i in range(4)]) for x in shards)
+    leaves = {"q": q.detach(), "k": k.detach(), "v": v.detach()}
+    for name in learning:
+        leaves[name].requires_grad_()
+    out = ring_block_sparse_attention(*leaves.values(), pattern, group=group)
+    out.backward(do)
+    with torch.no_grad():
+        again = ring_block_sparse_attention(*leaves.values(), pattern, group=group)
+    assert torch.equal(out, again)
+    return [out.detach(), *(x.grad for x in leaves.values())]
+
+
+def outside(group):
+    """Ranks 1 and 3 form a ring; the others are told that they are not in it."""
+    ring_of_two = dist.new_group([1, 3])
+    q = torch.ones(1, 32, 1, 8)
+    if dist.get_rank() in (1, 3):
+        return float(ring_block_sparse_attention(q, q, q, SlidingWindow(40, 40), group=ring_of_two).sum())
+    with pytest.raises(ValueError, match="group must be one that this rank is in"):
+        ring_block_sparse_attention(q, q, q, SlidingWindow(40, 40), group=ring_of_two)
+    return 0.0
 
 
 def wrong_groups(group):
