@@ -42,13 +42,12 @@ def go(pipe, how):
 
 
 def at_point(fate, action):
-    """Do it at the fate-th point of communication."""
-    passed = 0
+    """Do it at the fate-th point of communication; returns how many there were."""
+    passed = [0]
 
     def point():
-        nonlocal passed
-        passed += 1
-        if passed == fate:
+        passed[0] += 1
+        if passed[0] == fate:
             action()
 
     def with_points(function):
@@ -64,6 +63,7 @@ def at_point(fate, action):
         module.gather_numbers = with_points(exchange.gather_numbers)
         module.exchange = with_points(exchange.exchange)
     exchange.Pending.wait = with_points(exchange.Pending.wait)
+    return passed
 
 
 def in_save(run_class, fate, action):
@@ -117,18 +117,17 @@ def attend(rank, size, port, pipe, patterns, fate, how):
 
 
 def train(rank, size, port, pipe, folder, fate, saving):
-    """The example, from the newest checkpoint to the last step: its losses, and the calls in its saves."""
+    """The example, from the newest checkpoint to the last step: its losses, its points and the calls in its saves."""
     join(rank, size, port)
     group = torch.distributed.new_group(timeout=timedelta(seconds=TIMEOUT))
     pipe.send("ready")
     module = example()
-    if fate and not saving:
-        at_point(fate, lambda: go(pipe, signal.SIGKILL))
+    points = at_point(0 if saving else fate, lambda: go(pipe, signal.SIGKILL))
     calls = in_save(module.Run, fate if saving else 0, lambda: go(pipe, signal.SIGKILL))
 
     def work():
         options = {"tokens": TOKENS, "dtype": torch.float64, "checkpoints": Path(folder), "every": 1}
-        return module.train(group, steps=STEPS, **options), calls[0]
+        return module.train(group, steps=STEPS, **options), (points[0], calls[0])
 
     tell(pipe, work)
 
@@ -211,7 +210,7 @@ def test_a_rank_that_hangs_is_noticed_by_the_timeout(seed, outcomes):
 
 @pytest.fixture(scope="session")
 def undisturbed(tmp_path_factory):
-    """The losses, checkpoints and calls in saves of a run that nobody disturbs, by its number of ranks."""
+    """The losses, checkpoints and each rank's chances to die of a run that nobody disturbs, by its number of ranks."""
     runs = {}
     for size in (2, 3):
         folder = tmp_path_factory.mktemp(f"of_{size}")
@@ -219,7 +218,7 @@ def undisturbed(tmp_path_factory):
         told = [(pipe.recv(), pipe.recv())[1] for pipe in ranks.pipes]
         ranks.close()
         assert all(kind == "finished" for kind, _ in told), told
-        runs[size] = told[0][1][0], checkpoints(folder), [calls for _, (_, calls) in told]
+        runs[size] = told[0][1][0], checkpoints(folder), [chances for _, (_, chances) in told]
     return runs
 
 
@@ -257,8 +256,8 @@ def test_a_killed_run_leaves_whole_checkpoints_and_is_resumed(seed, tmp_path, un
     """Killed in attention or in a save; then as many ranks as before, or others, go on to the losses of no accident."""
     size, doomed, other, fate = drawn(seed, (2, 4), (0, 6), (1, 4), (1, 10**6))
     doomed, saving = doomed % size, seed % 3 > 0
-    losses, whole, calls = undisturbed[size]
-    fate = 1 + fate % (calls[doomed] * 9 // 10 if saving else 100)
+    losses, whole, chances = undisturbed[size]
+    fate = 1 + fate % (chances[doomed][saving] * 9 // 10)  # their number differs a little from run to run
     fates = ByRank(fate if rank == doomed else 0 for rank in range(size))
     told, seconds = without_one(size, doomed, train, str(tmp_path), fates, saving)
     assert all(kind != "finished" for kind, _ in told), told
@@ -302,8 +301,7 @@ def test_torchrun_restarts_a_killed_run(seed, tmp_path, undisturbed, undisturbed
     """A rank dies in the first attempt; all are started again, resume, and end with the loss of no accident."""
     size, doomed, fate = drawn(seed, (2, 4), (0, 6), (1, 10**6))
     doomed, saving = doomed % size, seed % 2 == 1
-    _, _, calls = undisturbed[size]
-    fate = 1 + fate % (calls[doomed] * 9 // 10 if saving else 60)
+    fate = 1 + fate % (undisturbed[size][2][doomed][saving] * 9 // 10)
     script, folder = tmp_path / "doomed.py", tmp_path / "checkpoints"
     script.write_text(DOOMED.format(example=str(EXAMPLE), doomed=doomed, fate=fate, saving=saving))
     folder.mkdir()
