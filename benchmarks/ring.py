@@ -1,27 +1,27 @@
-"""The ring benchmark: what rings of 1 to 8 processes send, hold and take, and what the cost model says beyond them.
+"""The ring benchmark: what rings of 1 to 8 processes send and hold, and what the cost model says beyond them.
 
-    python benchmarks/ring.py             # all of it; processes share the machine's cores, so alone on the machine
+    python benchmarks/ring.py             # all of it, minutes; more processes than cores are fine, nothing is timed
     python benchmarks/ring.py --quick     # tiny sizes, to see that it works
     python benchmarks/ring.py --model     # the cost model alone, into the record that is there
 
 rings    For each pattern and number of ranks, forward and backward over gloo on one machine, float32, 8 heads × 64:
-         bytes that the ranks sent, beside the least that the pattern allows (a count from the block mask of the whole),
-         beside what passing everything around the ring and what gathering everything would send; peak memory of a rank
-         above its own shards; seconds, of the slowest rank. A ring whose result differs from one process ends the run.
+         bytes that the ranks sent, beside the least that the pattern allows (a count from the block mask of the whole)
+         and what passing everything around the ring, or gathering everything, would send; peak memory of a rank above
+         its own shards of q, k and v. A ring whose result differs from one process ends the run.
+balance  Work of the slowest rank ÷ mean, in active blocks, of causal layouts by placement.
 model    Seconds of one layer for 2 to 1,024 devices, 1M to 1B tokens, by `ring_cost`; the rates are assumptions, and
          stand in the record.
 
-Writes benchmarks/results/ring.json (ring-quick.json) and a plot beside it. The last line on stdout is the summary.
+Writes benchmarks/results/ring.json and docs/images/ring.png (with --quick or --out: the plot beside the record). The
+last line on stdout is the summary.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -32,6 +32,8 @@ from cases import HERE, environment
 from dilated_attention_pytorch import (
     BlockLayout,
     Causal,
+    Documents,
+    GlobalTokens,
     Placement,
     SlidingWindow,
     SparsePatternConfig,
@@ -44,12 +46,12 @@ from dilated_attention_pytorch import (
     unshard_sequence,
 )
 from dilated_attention_pytorch.distributed import ring_cost
+from dilated_attention_pytorch.distributed.shard import row_work
 from dilated_attention_pytorch.memory import can_measure, measure_peak
 from dilated_attention_pytorch.patterns import Branches, Pattern
 
 HEADS, HEAD_DIM, BLOCK = 8, 64, 128
 SIZES = (1, 2, 4, 8)
-REPEATS = 3
 LONGNET = Branches((2048, 8192, 32768), (1, 4, 16))
 PATTERNS: dict[str, Pattern | Branches] = {
     "local_window": SparsePatternConfig(pattern_type="local_window", local_window_size=512, block_size=BLOCK).pattern(),
@@ -57,11 +59,18 @@ PATTERNS: dict[str, Pattern | Branches] = {
     "causal": Causal(),
     "LongNet": LONGNET,
 }
-TOKENS = {"local_window": 60000, "dilated_sparse 95 %": 60000, "causal": 8192, "LongNet": 65536}
+# 30,000: multiples of segments times ranks would send next to nothing.
+TOKENS = {"local_window": 30000, "dilated_sparse 95 %": 30000, "causal": 8192, "LongNet": 65536}
+
+BALANCED: dict[str, Pattern] = {
+    "causal": Causal(),
+    "causal window, global tokens": SlidingWindow(4096, 0) | GlobalTokens(256),
+    "causal documents of 1K to 20K": Documents((20000, 1000, 9000, 3000, 17000, 5000, 2000, 8536)),
+}
 
 # Assumptions of the model, for an H200 behind a link of 400 Gb/s: half of the advertised matrix rate, in a second.
 RATES = {"flops": 500e12, "bandwidth": 50e9}
-MODELLED = ((2**20, (2, 8, 32)), (2**24, (32, 128, 512)), (10**9, (1024,)))
+MODELLED = ((2**20, (2, 8, 32)), (2**24, (32, 128, 512)), (2**30, (1024,)))
 WINDOW = SlidingWindow(4096, 0)
 
 
@@ -74,12 +83,14 @@ def main() -> None:
     out = args.out or HERE / "results" / ("ring-quick.json" if args.quick else "ring.json")
     record: dict[str, Any] = json.loads(out.read_text()) if args.model and out.exists() else {}
     if not args.model:
-        record |= {"environment": environment(), "rings": rings(args.quick)}
+        record |= {"environment": environment(), "rings": rings(args.quick), "balance": balance(args.quick)}
     record["model"] = model(args.quick)
+    record["summary"] = summary(record)
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(record, indent=1) + "\n")
-    plot(record, out.with_suffix(".png"))
-    print(json.dumps(summary(record)))
+    beside = args.quick or args.out is not None
+    plot(record, out.with_suffix(".png") if beside else HERE.parent / "docs" / "images" / "ring.png")
+    print(json.dumps(record["summary"]))
 
 
 def rings(quick: bool) -> list[dict[str, Any]]:
@@ -93,13 +104,14 @@ def rings(quick: bool) -> list[dict[str, Any]]:
 
 
 def one_ring(name: str, what: Pattern | Branches, tokens: int, size: int) -> dict[str, Any]:
-    context = mp.get_context("spawn")
+    context = mp.get_context("forkserver")
     queue: Any = context.SimpleQueue()
-    store = f"tcp://127.0.0.1:{free_port()}"
-    processes = [context.Process(target=rank_main, args=(r, size, store, what, tokens, queue)) for r in range(size)]
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    given = size, store.port, what, tokens, queue
+    processes = [context.Process(target=rank_main, args=(rank, *given)) for rank in range(size)]
     for process in processes:
         process.start()
-    results = sorted((queue.get() for _ in range(size)), key=lambda result: result["rank"])
+    results = [queue.get() for _ in range(size)]
     for process in processes:
         process.join()
     failed = [result["error"] for result in results if "error" in result]
@@ -108,29 +120,19 @@ def one_ring(name: str, what: Pattern | Branches, tokens: int, size: int) -> dic
     a_key = 2 * HEAD_DIM * 4
     everything = (size - 1) * tokens * HEADS * a_key
     sent = sum(result["forward_bytes"] for result in results)
-    least = least_keys(what, tokens, size) * a_key
     return {
         "pattern": name,
         "tokens": tokens,
         "ranks": size,
         "sent_bytes": sent,
-        "least_bytes": least,
+        "least_bytes": least_keys(what, tokens, size) * a_key,
         "full_ring_bytes": everything,
         "all_gather_bytes": everything,
         "times_less": everything / sent if sent else None,
         "backward_sent_bytes": sum(result["backward_bytes"] for result in results),
         "peak_bytes_of_a_rank": max(result["peak_bytes"] or 0 for result in results) or None,
-        "seconds": max(result["seconds"] for result in results),
         "largest_difference": max(result["difference"] for result in results),
     }
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 def least_keys(what: Pattern | Branches, tokens: int, size: int) -> int:
@@ -166,17 +168,19 @@ def least_keys_of_branches(branches: Branches, tokens: int, placement: Placement
                     remote = keys[owner[keys] != asker]
                     unit = remote // (block * classes) * classes + remote % classes
                     wanted |= {(asker, code) for code in torch.unique(unit).tolist()}
-        needed += len(wanted) * block
+        code = torch.tensor(sorted(code for _, code in wanted))
+        start = code // classes * classes * block + code % classes
+        needed += int(((tokens - start + classes - 1) // classes).clamp(max=block).sum())
     return needed
 
 
-def rank_main(rank: int, size: int, store: str, what: Pattern | Branches, tokens: int, queue: Any) -> None:
+def rank_main(rank: int, size: int, port: int, what: Pattern | Branches, tokens: int, queue: Any) -> None:
     torch.set_num_threads(max(1, torch.get_num_threads() // size))
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size)
+    dist.init_process_group("gloo", store=dist.TCPStore("127.0.0.1", port), rank=rank, world_size=size)
     try:
-        queue.put({"rank": rank, **measure(rank, size, what, tokens)})
+        queue.put(measure(rank, size, what, tokens))
     except (RuntimeError, ValueError) as error:
-        queue.put({"rank": rank, "error": str(error)})
+        queue.put({"error": str(error)})
     dist.destroy_process_group()
 
 
@@ -184,9 +188,11 @@ def measure(rank: int, size: int, what: Pattern | Branches, tokens: int) -> dict
     group = dist.group.WORLD
     assert group is not None
     placement = Placement.contiguous(tokens, size, block_size=BLOCK)
-    draw = torch.Generator().manual_seed(0)
-    whole = [torch.randn(1, tokens, HEADS, HEAD_DIM, generator=draw) for _ in range(3)]
-    shards = [shard_sequence(x, placement, group=group).clone().requires_grad_() for x in whole]
+
+    def whole(number: int) -> torch.Tensor:
+        return torch.randn(1, tokens, HEADS, HEAD_DIM, generator=torch.Generator().manual_seed(number))
+
+    shards = [shard_sequence(whole(i), placement, group=group).clone().requires_grad_() for i in range(3)]
 
     def attend() -> torch.Tensor:
         if isinstance(what, Branches):
@@ -196,31 +202,26 @@ def measure(rank: int, size: int, what: Pattern | Branches, tokens: int) -> dict
             )  # fmt: skip
         return ring_block_sparse_attention(*shards, what, group=group, placement=placement)
 
-    out = unshard_sequence(attend().detach(), placement, group=group)
+    with count_traffic() as forward:
+        result = attend()
+    with count_traffic() as backward:
+        result.backward(result.detach())
+    out = unshard_sequence(result.detach(), placement, group=group)
     difference = 0.0
     if rank == 0:
+        q, k, v = (whole(i) for i in range(3))
         if isinstance(what, Branches):
             alone = dilated_attention(
-                *whole, segment_lengths=what.segment_lengths, dilation_rates=what.dilation_rates
+                q, k, v, segment_lengths=what.segment_lengths, dilation_rates=what.dilation_rates
             )  # fmt: skip
         else:
-            alone = block_sparse_attention(*whole, what)
+            alone = block_sparse_attention(q, k, v, what)
         difference = float((out - alone).abs().max())
         if difference > 1e-4:
             raise RuntimeError(f"the result differs from one process by {difference}")
-        del alone
-    del out, whole
-    dist.barrier()
-    times = []
+        del q, k, v, alone
+    del out, result
     peak_bytes = None
-    for _ in range(REPEATS):
-        dist.barrier()
-        started = perf_counter()
-        with count_traffic() as forward:
-            result = attend()
-        with count_traffic() as backward:
-            result.backward(result.detach())
-        times.append(perf_counter() - started)
     if can_measure()[0]:
         for x in shards:
             x.grad = None
@@ -232,10 +233,27 @@ def measure(rank: int, size: int, what: Pattern | Branches, tokens: int) -> dict
     return {
         "forward_bytes": forward.bytes,
         "backward_bytes": backward.bytes,
-        "seconds": statistics.median(times),
         "peak_bytes": peak_bytes,
         "difference": difference,
     }
+
+
+def balance(quick: bool) -> list[dict[str, Any]]:
+    tokens = 2**16
+    rows = []
+    for name, pattern in BALANCED.items():
+        work = row_work(pattern, tokens, BLOCK, is_causal=True)
+        for size in SIZES[1:]:
+            placements = {
+                "contiguous": Placement.contiguous(tokens, size, block_size=BLOCK),
+                "zigzag": Placement.zigzag(tokens, size, block_size=BLOCK),
+                "balanced": Placement.balanced(pattern, tokens, size, is_causal=True, block_size=BLOCK),
+            }
+            for kind, placement in placements.items():
+                load = placement.load(work)
+                slowest = float(load.max() / load.mean())
+                rows.append({"pattern": name, "ranks": size, "placement": kind, "slowest_to_mean": slowest})
+    return rows
 
 
 def model(quick: bool) -> dict[str, Any]:
@@ -253,11 +271,14 @@ def model(quick: bool) -> dict[str, Any]:
 
 
 def summary(record: dict[str, Any]) -> dict[str, Any]:
-    rows = record.get("rings", [])
-    most = max((row["ranks"] for row in rows), default=0)
+    rows, most = record.get("rings", []), {}
+    for row in rows:  # in ascending order of ranks: the largest ring stays
+        most[row["pattern"]] = row
+    balanced = [row["slowest_to_mean"] for row in record.get("balance", []) if row["placement"] == "balanced"]
     return {
         "exact_bytes": all(row["sent_bytes"] == row["least_bytes"] for row in rows),
-        "times_less": {row["pattern"]: row["times_less"] for row in rows if row["ranks"] == most},
+        "times_less": {name: row["times_less"] for name, row in most.items()},
+        "balanced_slowest_to_mean": max(balanced, default=None),
         "modelled_layers": len(record["model"]["layers"]),
     }
 
@@ -271,22 +292,38 @@ def plot(record: dict[str, Any], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.6))
-    rows = [row for row in record.get("rings", []) if row["ranks"] > 1]
-    for name in dict.fromkeys(row["pattern"] for row in rows):
-        mine = [row for row in rows if row["pattern"] == name]
-        share = [100 * row["sent_bytes"] / row["full_ring_bytes"] for row in mine]
-        left.plot([row["ranks"] for row in mine], share, marker="o", label=name)
-    left.set(xlabel="ranks", ylabel="% of what a full ring sends", title="bytes on the wire, measured")
-    if rows:
-        left.legend()
+    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(13, 3.8))
+    rings = record.get("rings", [])
+    for name in dict.fromkeys(row["pattern"] for row in rings):
+        mine = [row for row in rings if row["pattern"] == name]
+        several = [row for row in mine if row["ranks"] > 1]
+        share = [100 * row["sent_bytes"] / row["full_ring_bytes"] for row in several]
+        label = f"{name}, {mine[0]['tokens']:,} tokens"
+        left.plot([row["ranks"] for row in several], share, marker="o", label=label)
+        if all(row["peak_bytes_of_a_rank"] for row in mine):
+            peaks = [row["peak_bytes_of_a_rank"] / 1e6 for row in mine]
+            middle.loglog([row["ranks"] for row in mine], peaks, marker="o", label=label)
+    left.axhline(100, color="black", linestyle=":", label="full ring, all-gather")
+    left.set(xlabel="ranks", ylabel="% of a full ring's bytes", title="sent, measured", ylim=(0, 105))
+    middle.set(xlabel="ranks", ylabel="MB above a rank's q, k, v", title="peak memory of a rank, measured")
+    sizes = sorted({row["ranks"] for row in rings})
+    for axes in (left, middle):
+        axes.set_xticks(sizes, [str(size) for size in sizes])
+        axes.minorticks_off()
+    if rings:
+        left.legend(fontsize=7)
+        low, high = middle.get_ylim()
+        middle.plot(sizes, [high / 1.2 / size for size in sizes], color="black", linestyle=":", label="∝ 1 / ranks")
+        middle.set_ylim(low, high)
+        middle.legend(fontsize=7)
     layers = record["model"]["layers"]
     for name in dict.fromkeys(row["pattern"] for row in layers):
         for seq in dict.fromkeys(row["seq"] for row in layers):
             mine = [row for row in layers if row["pattern"] == name and row["seq"] == seq]
             times = [1e3 * row["forward_seconds"] for row in mine]
-            right.loglog([row["world_size"] for row in mine], times, marker="o", label=f"{name}, {seq:,} tokens")
-    right.set(xlabel="devices", ylabel="ms, forward of a layer", title="model, not measured")
+            label = f"{name}, {seq / 2**20:,.0f}M tokens"
+            right.loglog([row["world_size"] for row in mine], times, marker="o", label=label)
+    right.set(xlabel="devices", ylabel="ms, forward of a layer", title="cost model, not measured")
     right.legend(fontsize=7)
     figure.tight_layout()
     figure.savefig(path, dpi=120)

@@ -311,7 +311,7 @@ def test_torchrun_restarts_a_killed_run(seed, tmp_path, undisturbed, undisturbed
         "--steps", str(STEPS), "--checkpoints", str(folder), "--every", "1", "--tokens", str(TOKENS),
         script=script,
     )  # fmt: skip
-    assert "SIGKILL" in run.stderr, "nobody was killed"
+    assert "exitcode: -9" in run.stderr, "nobody was killed"
     assert result["step"] == STEPS
     assert result["loss"] == pytest.approx(undisturbed_torchrun[size], abs=1e-6)
     outcomes.setdefault("killed and restarted by torchrun", []).append(time.monotonic() - started)
