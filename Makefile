@@ -62,7 +62,8 @@ bench: $(STAMP)
 
 stress: $(STAMP)
 	STRESS_SECONDS=60 STRESS_THREADS=32 STRESS_CALLS=10000 $(BIN)/python -m pytest tests/memory/test_stress.py
-	$(BIN)/python -m pytest -m stress
+	RING_FAULTS=benchmarks/results/ring_faults.json $(BIN)/python -m pytest -m stress
+	cat benchmarks/results/ring_faults.json
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis demo_output page_output dist site

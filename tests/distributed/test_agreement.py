@@ -84,6 +84,37 @@ def test_a_refusal_is_told_to_the_others(ranks, reason):
     assert ranks.run(3, work.call, call()) == [(1, SHARD, 2, 8)] * 3
 
 
+def test_refused_branches_are_told_to_the_others(ranks):
+    with pytest.raises(RankError) as failed:
+        ranks.run(3, work.dilated_call, ByRank([[16], [0], [16]]))
+    assert [failed.value.errors[rank][0] for rank in range(3)] == ["RingError", "ValueError", "RingError"]
+    assert all(failed.value.errors[1][1] in text for _, text in failed.value.errors.values())
+    assert ranks.run(3, work.dilated_call, [16]) == [32] * 3
+
+
+UNSHARDED = torch.zeros(2, 16, 16)
+DIFFERENT = {
+    "dtype: torch.float32 on rank 0 and 2, torch.float64 on rank 1": (UNSHARDED.double(), 1, False),
+    "shape but for the tokens: [2, 16] on rank 0 and 2, [3, 16] on rank 1": (torch.zeros(3, 16, 16), 1, False),
+    "dim: 1 on rank 0 and 2, 2 on rank 1": (UNSHARDED, 2, False),
+    "gradients: not asked for on rank 0 and 2, asked for on rank 1": (UNSHARDED, 1, True),
+}
+
+
+@pytest.mark.parametrize("difference", [*DIFFERENT, "refused"])
+def test_shards_that_do_not_fit_together(ranks, difference):
+    """All ranks hear of it before anything is gathered, and the group can be used again."""
+    odd = DIFFERENT.get(difference, (torch.zeros(2, 17, 16), 1, False))
+    calls = [(UNSHARDED, 1, False), odd, (UNSHARDED, 1, False)]
+    with pytest.raises(RankError) as failed:
+        ranks.run(3, work.unshard_call, *(ByRank(values) for values in zip(*calls, strict=True)))
+    kinds = [failed.value.errors[rank][0] for rank in range(3)]
+    assert kinds == (["RingError", "ValueError", "RingError"] if difference == "refused" else ["ValueError"] * 3)
+    expected = "x must have this rank's 16 tokens in dim 1" if difference == "refused" else difference
+    assert all(expected in text for _, text in failed.value.errors.values())
+    assert ranks.run(3, work.unshard_call, UNSHARDED, 1, False) == [48] * 3
+
+
 SAME_ON_ALL = {
     "shards must be multiples of 16 tokens, all but the last, got [40, 40, 40] queries": {"shape": (1, 40, 2, 8)},
     "is a layout for lengths (64, 64), but the shards of q and k have (192, 192) tokens": {

@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from dilated_attention_pytorch import BlockLayout, Placement, SlidingWindow
 from dilated_attention_pytorch.memory import can_measure
@@ -69,4 +68,3 @@ def test_the_benchmark_runs(tmp_path):
     rows = json.loads(out.read_text())["rings"]
     assert {row["ranks"] for row in rows} == {1, 2}
     assert all(row["largest_difference"] < 1e-4 for row in rows)
-    assert torch.tensor([row["seconds"] for row in rows]).gt(0).all()

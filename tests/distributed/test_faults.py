@@ -23,7 +23,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from dilated_attention_pytorch import GlobalTokens, RandomBlocks, SlidingWindow
-from dilated_attention_pytorch.distributed import exchange, plan, ring, ring_block_sparse_attention
+from dilated_attention_pytorch.distributed import agreement, exchange, plan, ring, ring_block_sparse_attention
 from tests.distributed.processes import ByRank, Processes, join
 from tests.distributed.test_example import EXAMPLE, example, torchrun
 
@@ -59,8 +59,9 @@ def at_point(fate, action):
 
         return guarded
 
-    for module in (plan, ring):
+    for module in (agreement, plan):
         module.gather_numbers = with_points(exchange.gather_numbers)
+    for module in (plan, ring):
         module.exchange = with_points(exchange.exchange)
     exchange.Pending.wait = with_points(exchange.Pending.wait)
     return passed

@@ -143,6 +143,16 @@ def wrong_groups(group):
     ring_block_sparse_attention(q, q, q, SlidingWindow(1, 1), group=mesh)
 
 
+def dilated_call(group, segment_lengths):
+    q = torch.zeros(1, 32, 2, 8)
+    return ring_dilated_attention(q, q, q, segment_lengths=segment_lengths, dilation_rates=[1], group=group).shape[1]
+
+
+def unshard_call(group, x, dim, learn):
+    placement = Placement.contiguous(3 * 16, 3, block_size=16)
+    return unshard_sequence(x.requires_grad_(learn), placement, group=group, dim=dim).shape[dim]
+
+
 def attend_dilated(group, shards, options, seed=0):
     """out, lse (0 for −inf), dq, dk, dv of this rank, and the bytes sent forward."""
     q, k, v, do, dlse, padding = shards

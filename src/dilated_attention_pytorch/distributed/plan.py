@@ -13,7 +13,6 @@ from collections import OrderedDict
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from hashlib import blake2b
 from weakref import WeakKeyDictionary
 
 import torch
@@ -363,23 +362,3 @@ def remember_plan(group: dist.ProcessGroup, key: Hashable, plan: Plan) -> None:
     plans.move_to_end(key)
     if len(plans) > CAPACITY:
         plans.popitem(last=False)
-
-
-def digest(*parts: object) -> int:
-    """A number below 2⁶³ that tells these values, by how they print, apart."""
-    text = "\0".join(map(str, parts))
-    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
-
-
-def differences(descriptions: list[dict[str, str]]) -> str:
-    """What the ranks disagree on, in words."""
-    lines = []
-    for name in dict.fromkeys(name for each in descriptions for name in each):
-        values: dict[str, list[str]] = {}
-        for rank, each in enumerate(descriptions):
-            if name in each:
-                values.setdefault(each[name], []).append(str(rank))
-        if len(values) > 1:
-            told = (f"{what} on rank {' and '.join(who)}" for what, who in values.items())
-            lines.append(f"{name}: {', '.join(told)}")
-    return "; ".join(lines)

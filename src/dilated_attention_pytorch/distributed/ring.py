@@ -1,17 +1,16 @@
 """`ring_block_sparse_attention` and `ring_dilated_attention`: the plain operators over a sequence spread over ranks.
 
-A call goes in three parts: the ranks agree that they make the same call (`_agree`), the exchange plan is found or made
-(`plan`), and then keys and values of one rank after the other arrive while those before them are computed (`_Ring`).
-Each part of the keys gives (out, lse), merged in float32; in backward each part, given the whole out and lse, gives its
-exact share of the gradients, and dk and dv travel back the way the keys came.
+A call goes in three parts: the ranks agree that they make the same call (`agreement`), the exchange plan is found or
+made (`plan`), and then keys and values of one rank after the other arrive while those before them are computed
+(`_Ring`). Each part of the keys gives (out, lse), merged in float32; in backward each part, given the whole out and
+lse, gives its exact share of the gradients, and dk and dv travel back the way the keys came.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
-from functools import lru_cache, wraps
+from functools import wraps
 from itertools import accumulate
 from math import gcd
 from types import ModuleType
@@ -42,8 +41,9 @@ from ..ops.merge import merge_parts
 from ..patterns import Branches, Causal, Pattern
 from ..patterns.base import check_flag
 from ..patterns.blocks import BLOCK_SIZES
-from .exchange import Group, Pending, RingError, check_group, exchange, gather_numbers, gather_objects
-from .plan import Part, Plan, Step, Work, differences, digest, make_plan, remember_plan, remembered_plan
+from .agreement import agree, digest, refusing, told
+from .exchange import Group, Pending, check_group, exchange
+from .plan import Part, Plan, Step, Work, make_plan, remember_plan, remembered_plan
 from .shard import Placement, check_placement
 
 # What a plan depends on, of what the ranks agree on; another batch, or a call without gradients, takes the same.
@@ -106,7 +106,9 @@ def ring_block_sparse_attention(
     if dist.get_world_size(group) == 1:
         _check_alone(placement, group, q, k)
         return block_sparse_attention(q, k, v, layout_or_pattern, return_lse=return_lse, **options)
-    out, lse = _attend(q, k, v, [layout_or_pattern], group, placement, refuse_branches, return_lse, **options)
+    with refusing(group):
+        refuse_branches(layout_or_pattern)
+    out, lse = _attend(q, k, v, [layout_or_pattern], group, placement, return_lse, **options)
     return (out, lse) if return_lse else out
 
 
@@ -151,10 +153,11 @@ def ring_dilated_attention(
             q, k, v, segment_lengths=segment_lengths, dilation_rates=dilation_rates, head_offsets=head_offsets,
             detach_branch_weights=detach_branch_weights, return_lse=return_lse, **options,
         )  # fmt: skip
-    check_flag("detach_branch_weights", detach_branch_weights)
-    branches = Branches(segment_lengths, dilation_rates, head_offsets)
+    with refusing(group):
+        check_flag("detach_branch_weights", detach_branch_weights)
+        branches = Branches(segment_lengths, dilation_rates, head_offsets)
     parts = branches.alone() if detach_branch_weights and len(branches) > 1 else [branches]
-    out, lse = _attend(q, k, v, parts, group, placement, None, return_lse, document_ids=None, **options)
+    out, lse = _attend(q, k, v, parts, group, placement, return_lse, document_ids=None, **options)
     return (out, lse) if return_lse else out
 
 
@@ -165,24 +168,15 @@ def _attend(
     whats: Sequence[BlockLayout | Pattern | Branches],
     group: dist.ProcessGroup,
     placement: Placement | None,
-    refuse: Callable[[object], None] | None,
     return_lse: bool,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """The attention of a checked and agreed call; of several that add up, mixed by shares that get no gradient."""
     q, k, v, autocast_off = leave_autocast(q, k, v)
     with autocast_off:
-        calls = []
-        try:
+        with refusing(group):
             check_flag("return_lse", return_lse)
-            for what in whats:
-                if refuse is not None:
-                    refuse(what)
-                calls.append(_Call(q, k, v, what, group, placement, **options))
-        except (TypeError, ValueError) as error:
-            with suppress(RingError):  # the others must not wait for this rank
-                _agree(group, {"refused": str(error)})
-            raise
+            calls = [_Call(q, k, v, what, group, placement, **options) for what in whats]
         # One draw for all: a key that counts in two of them is kept or dropped as one.
         seed = int(torch.randint(2**31, (), device=q.device)) if calls[0].extras.dropout_p else 0
         results = []
@@ -228,9 +222,9 @@ class _Call:
         self.what, self.is_causal = what, is_causal
         learning = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
         self.description = {
-            "pattern": _told(what),
+            "pattern": told(what),
             "is_causal": str(is_causal),
-            "placement": "by the lengths of the shards" if placement is None else _told(placement),
+            "placement": "by the lengths of the shards" if placement is None else told(placement),
             "batch": str(q.shape[0]),
             "heads": f"{q.shape[2]} of queries, {k.shape[2]} of keys",
             "head_dim": str(q.shape[3]),
@@ -248,8 +242,9 @@ class _Call:
         """The plan, and the seed of dropout, on which all ranks agree: the first rank's."""
         key = self.what, self.is_causal, self.placement, self.lengths, self.heads, self.device
         remembered = remembered_plan(self.group, key)
-        told = _agree(self.group, self.description, 0 if remembered is None else remembered.number, seed, *self.lengths)
-        numbers, seeds, lengths = told[:, 0], told[:, 1], told[:, 2:].T.tolist()
+        number = 0 if remembered is None else remembered.number
+        of_all = agree(self.group, self.description, number, seed, *self.lengths)
+        numbers, seeds, lengths = of_all[:, 0], of_all[:, 1], of_all[:, 2:].T.tolist()
         number = digest(*(self.description[name] for name in OF_THE_PLAN), lengths)
         extras = self.extras
         if extras.dropout_p:
@@ -346,31 +341,6 @@ def _check_placement(placement: Placement, group: dist.ProcessGroup, q: Tensor, 
 def _check_alone(placement: Placement | None, group: dist.ProcessGroup, q: Tensor, k: Tensor) -> None:
     if placement is not None:
         _check_placement(placement, group, q, k)
-
-
-@lru_cache(maxsize=100)
-def _told(what: BlockLayout | Pattern | Branches | Placement) -> str:
-    """A value as the ranks compare it: short, and different for different values."""
-    if isinstance(what, BlockLayout):
-        tensors, sizes = what.flatten()
-        return f"BlockLayout {sizes} {digest(*(x.tolist() for x in tensors)):x}"
-    text = str(what)
-    return text if len(text) <= 200 else f"{text[:180]}… {digest(text):x}"
-
-
-def _agree(group: dist.ProcessGroup, description: dict[str, str], *numbers: int) -> Tensor:
-    """[ranks, numbers]: those of every rank, if all make the same call; else an error that names the difference."""
-    numbers = numbers or (0,) * 4
-    what = "the agreement on a call"
-    told = gather_numbers(group, [digest(description), *numbers], what)
-    if (told[:, 0] != told[0, 0]).any():
-        descriptions = gather_objects(group, description, what)
-        refusals = {rank: each["refused"] for rank, each in enumerate(descriptions) if "refused" in each}
-        if refusals:
-            told_by = "; ".join(f"rank {rank}: {reason}" for rank, reason in refusals.items())
-            raise RingError(f"a rank refused the call that this one makes too ({told_by})")
-        raise ValueError(f"the ranks of a ring must make the same call, but differ in {differences(descriptions)}")
-    return told[:, 1:]
 
 
 def _arriving(

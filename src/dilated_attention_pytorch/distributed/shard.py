@@ -17,6 +17,7 @@ from ..layout import BlockLayout
 from ..patterns import Causal, Pattern
 from ..patterns.base import check_flag, check_int
 from ..patterns.blocks import ceil_div, check_block_size
+from .agreement import agree, refusing, told
 from .exchange import Group, check_group, or_broken
 
 # A placement is balanced if the slowest rank has no more than this times the mean work.
@@ -234,13 +235,26 @@ def _shard(x: Tensor, placement: Placement, rank: int, dim: int) -> Tensor:
 def unshard_sequence(x: Tensor, placement: Placement, *, group: Group, dim: int = 1) -> Tensor:
     """The whole tensor, on every rank, of the parts that the ranks hold.
 
-    Differentiable: what flows back is the gradient of the sum of all ranks' losses, as in the ring itself.
+    Differentiable: what flows back is the gradient of the sum of all ranks' losses, as in the ring itself. All ranks of
+    the group call it together; a difference is an error on every rank that names it.
     """
     group = check_group(group)
-    check_placement(placement, group)
-    own = placement.num_tokens(dist.get_rank(group))
-    if x.shape[dim] != own:
-        raise ValueError(f"x must have this rank's {own} tokens in dim {dim}, got {list(x.shape)}")
+    with refusing(group):
+        check_placement(placement, group)
+        own = placement.num_tokens(dist.get_rank(group))
+        if x.shape[dim] != own:
+            raise ValueError(f"x must have this rank's {own} tokens in dim {dim}, got {list(x.shape)}")
+    agree(
+        group,
+        {
+            "placement": told(placement),
+            "dim": str(dim),
+            "shape but for the tokens": str([size for i, size in enumerate(x.shape) if i != dim % x.ndim]),
+            "dtype": str(x.dtype),
+            "device": x.device.type,
+            "gradients": "asked for" if torch.is_grad_enabled() and x.requires_grad else "not asked for",
+        },
+    )
     return _Unshard.apply(x, placement, group, dim)
 
 

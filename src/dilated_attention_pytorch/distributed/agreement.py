@@ -1,0 +1,74 @@
+"""Ranks agree on what they are about to do together: a difference is an error on every rank, and names itself.
+
+One small message when they agree; the words are exchanged only when they do not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import lru_cache
+from hashlib import blake2b
+
+import torch.distributed as dist
+from torch import Tensor
+
+from ..layout import BlockLayout
+from .exchange import RingError, gather_numbers, gather_objects
+
+NUMBERS = 4  # that a rank tells the others besides, at most
+
+
+def agree(group: dist.ProcessGroup, description: dict[str, str], *numbers: int) -> Tensor:
+    """[ranks, numbers]: those of every rank, if all describe the same; else an error that names the difference."""
+    what = "the agreement on a call"
+    told = gather_numbers(group, [digest(description), *numbers, *[0] * (NUMBERS - len(numbers))], what)
+    if (told[:, 0] != told[0, 0]).any():
+        descriptions = gather_objects(group, description, what)
+        refusals = {rank: each["refused"] for rank, each in enumerate(descriptions) if "refused" in each}
+        if refusals:
+            told_by = "; ".join(f"rank {rank}: {reason}" for rank, reason in refusals.items())
+            raise RingError(f"a rank refused the call that this one makes too ({told_by})")
+        raise ValueError(f"the ranks of a ring must make the same call, but differ in {differences(descriptions)}")
+    return told[:, 1 : 1 + len(numbers)]
+
+
+@contextmanager
+def refusing(group: dist.ProcessGroup) -> Iterator[None]:
+    """Checks of a call that come before `agree`: if they refuse it, the others are told and do not wait."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        with suppress(RingError):
+            agree(group, {"refused": str(error)})
+        raise
+
+
+@lru_cache(maxsize=100)
+def told(what: object) -> str:
+    """A layout, pattern or placement as the ranks compare it: short, and different for different values."""
+    if isinstance(what, BlockLayout):
+        tensors, sizes = what.flatten()
+        return f"BlockLayout {sizes} {digest(*(x.tolist() for x in tensors)):x}"
+    text = str(what)
+    return text if len(text) <= 200 else f"{text[:180]}… {digest(text):x}"
+
+
+def digest(*parts: object) -> int:
+    """A number below 2⁶³ that tells these values, by how they print, apart."""
+    text = "\0".join(map(str, parts))
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+
+
+def differences(descriptions: list[dict[str, str]]) -> str:
+    """What the ranks disagree on, in words."""
+    lines = []
+    for name in dict.fromkeys(name for each in descriptions for name in each):
+        values: dict[str, list[str]] = {}
+        for rank, each in enumerate(descriptions):
+            if name in each:
+                values.setdefault(each[name], []).append(str(rank))
+        if len(values) > 1:
+            told_by = (f"{what} on rank {' and '.join(who)}" for what, who in values.items())
+            lines.append(f"{name}: {', '.join(told_by)}")
+    return "; ".join(lines)
