@@ -52,7 +52,7 @@ from dilated_attention_pytorch.patterns import Branches, Pattern
 
 HEADS, HEAD_DIM, BLOCK = 8, 64, 128
 SIZES = (1, 2, 4, 8)
-LONGNET = Branches((2048, 8192, 32768), (1, 4, 16))
+LONGNET = Branches((1024, 4096, 16384), (1, 4, 16))
 PATTERNS: dict[str, Pattern | Branches] = {
     "local_window": SparsePatternConfig(pattern_type="local_window", local_window_size=512, block_size=BLOCK).pattern(),
     "dilated_sparse 95 %": SparsePatternConfig(sparsity_ratio=0.05, block_size=BLOCK).pattern(),
@@ -60,7 +60,7 @@ PATTERNS: dict[str, Pattern | Branches] = {
     "LongNet": LONGNET,
 }
 # 30,000: multiples of segments times ranks would send next to nothing.
-TOKENS = {"local_window": 30000, "dilated_sparse 95 %": 30000, "causal": 8192, "LongNet": 65536}
+TOKENS = {"local_window": 30000, "dilated_sparse 95 %": 30000, "causal": 8192, "LongNet": 32768}
 
 BALANCED: dict[str, Pattern] = {
     "causal": Causal(),
