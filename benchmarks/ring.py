@@ -12,8 +12,8 @@ balance  Work of the slowest rank ÷ mean, in active blocks, of causal layouts b
 model    Seconds of one layer for 2 to 1,024 devices, 1M to 1B tokens, by `ring_cost`; the rates are assumptions, and
          stand in the record.
 
-Writes benchmarks/results/ring.json and docs/images/ring.png (with --quick or --out: the plot beside the record). The
-last line on stdout is the summary.
+Writes benchmarks/results/ring.json and docs/images/ring.png (with --quick or --out: the plot beside the record) and
+prints the table of docs/ring.md. The last line on stdout is the summary.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ BALANCED: dict[str, Pattern] = {
 
 # Assumptions of the model, for an H200 behind a link of 400 Gb/s: half of the advertised matrix rate, in a second.
 RATES = {"flops": 500e12, "bandwidth": 50e9}
-MODELLED = ((2**20, (2, 8, 32)), (2**24, (32, 128, 512)), (2**30, (1024,)))
+MODELLED = ((2**20, (2, 8, 32)), (2**24, (32, 128, 512)), (119 * 2**23, (1024,)))  # shards of whole segments; below 2³⁰
 WINDOW = SlidingWindow(4096, 0)
 
 
@@ -82,14 +82,15 @@ def main() -> None:
     args = parser.parse_args()
     out = args.out or HERE / "results" / ("ring-quick.json" if args.quick else "ring.json")
     record: dict[str, Any] = json.loads(out.read_text()) if args.model and out.exists() else {}
-    if not args.model:
-        record |= {"environment": environment(), "rings": rings(args.quick), "balance": balance(args.quick)}
     record["model"] = model(args.quick)
+    if not args.model:
+        record |= {"environment": environment(), "rings": rings(args.quick), "balance": balance()}
     record["summary"] = summary(record)
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(record, indent=1) + "\n")
     beside = args.quick or args.out is not None
     plot(record, out.with_suffix(".png") if beside else HERE.parent / "docs" / "images" / "ring.png")
+    print("\n".join(table(record)))
     print(json.dumps(record["summary"]))
 
 
@@ -238,7 +239,7 @@ def measure(rank: int, size: int, what: Pattern | Branches, tokens: int) -> dict
     }
 
 
-def balance(quick: bool) -> list[dict[str, Any]]:
+def balance() -> list[dict[str, Any]]:
     tokens = 2**16
     rows = []
     for name, pattern in BALANCED.items():
@@ -281,6 +282,22 @@ def summary(record: dict[str, Any]) -> dict[str, Any]:
         "balanced_slowest_to_mean": max(balanced, default=None),
         "modelled_layers": len(record["model"]["layers"]),
     }
+
+
+def table(record: dict[str, Any]) -> list[str]:
+    """The rings as docs/ring.md has them."""
+    rows = [
+        "| pattern | tokens | ranks | sent, MB | full ring or all-gather, MB | times less | peak of a rank, MB |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in record.get("rings", []):
+        less = f"{row['times_less']:.1f}" if row["times_less"] else ""
+        peak = f"{row['peak_bytes_of_a_rank'] / 1e6:.0f}" if row["peak_bytes_of_a_rank"] else ""
+        sent, everything = f"{row['sent_bytes'] / 1e6:,.1f}", f"{row['full_ring_bytes'] / 1e6:,.0f}"
+        rows.append(
+            f"| {row['pattern']} | {row['tokens']:,} | {row['ranks']} | {sent} | {everything} | {less} | {peak} |"
+        )
+    return rows
 
 
 def plot(record: dict[str, Any], path: Path) -> None:
