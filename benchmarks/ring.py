@@ -309,7 +309,7 @@ def plot(record: dict[str, Any], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(13, 3.8))
+    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(15, 3.8))
     rings = record.get("rings", [])
     for name in dict.fromkeys(row["pattern"] for row in rings):
         mine = [row for row in rings if row["pattern"] == name]
@@ -328,11 +328,12 @@ def plot(record: dict[str, Any], path: Path) -> None:
         axes.set_xticks(sizes, [str(size) for size in sizes])
         axes.minorticks_off()
     if rings:
-        left.legend(fontsize=7)
+        left.legend(fontsize=7, loc="center right", bbox_to_anchor=(1, 0.72))
         low, high = middle.get_ylim()
-        middle.plot(sizes, [high / 1.2 / size for size in sizes], color="black", linestyle=":", label="∝ 1 / ranks")
+        middle.plot(sizes, [high / 1.2 / size for size in sizes], color="black", linestyle=":")
+        middle.annotate("∝ 1 / ranks", (2.6, high / 1.2 / 2.6), ha="right", va="top", fontsize=7)
         middle.set_ylim(low, high)
-        middle.legend(fontsize=7)
+        middle.set_yticks([mb for mb in (10, 20, 50, 100, 200, 400, 800) if low < mb < high])
     layers = record["model"]["layers"]
     for name in dict.fromkeys(row["pattern"] for row in layers):
         for seq in dict.fromkeys(row["seq"] for row in layers):
@@ -341,7 +342,12 @@ def plot(record: dict[str, Any], path: Path) -> None:
             label = f"{name}, {seq / 2**20:,.0f}M tokens"
             right.loglog([row["world_size"] for row in mine], times, marker="o", label=label)
     right.set(xlabel="devices", ylabel="ms, forward of a layer", title="cost model, not measured")
-    right.legend(fontsize=7)
+    devices = sorted({row["world_size"] for row in layers})
+    right.set_xticks(devices, [str(size) for size in devices])
+    right.xaxis.minorticks_off()
+    right.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
+    for axes in (middle, right):
+        axes.yaxis.set_major_formatter("{x:g}")
     figure.tight_layout()
     figure.savefig(path, dpi=120)
 

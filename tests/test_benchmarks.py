@@ -268,6 +268,40 @@ def test_the_gpu_figures_in_the_docs_are_those_of_the_record(tmp_path):
     assert (tmp_path / "gpu.png").stat().st_size > 10_000
 
 
+def test_the_ring_figures_in_the_docs_are_those_of_the_record(monkeypatch):
+    """The page's table; and that the record shows what the ring promises."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    import ring
+
+    page = (BENCHMARKS.parent / "docs" / "ring.md").read_text(encoding="utf-8")
+    record = json.loads((BENCHMARKS / "results" / "ring.json").read_text(encoding="utf-8"))
+    assert "\n" + "\n".join(ring.table(record)) + "\n\n" in page
+    assert {row["ranks"] for row in record["rings"]} == {1, 2, 4, 8}
+    assert all(row["sent_bytes"] == row["least_bytes"] for row in record["rings"])
+    assert all(row["largest_difference"] < 1e-4 for row in record["rings"])
+    of = {(row["pattern"], row["ranks"]): row for row in record["rings"]}
+    assert of["local_window", 8]["times_less"] >= 10
+    assert of["dilated_sparse 95 %", 8]["times_less"] >= 5
+    for row in record["rings"]:  # n / p: so many tensors of a shard's size, and scratch
+        shard = row["tokens"] / row["ranks"] * ring.HEADS * ring.HEAD_DIM * 4
+        assert row["peak_bytes_of_a_rank"] <= 32 * shard + (32 << 20)
+    balance = {(row["pattern"], row["ranks"], row["placement"]): row["slowest_to_mean"] for row in record["balance"]}
+    assert max(slowest for (_, _, kind), slowest in balance.items() if kind == "balanced") <= 1.1
+    told = f"{balance['causal', 8, 'contiguous']:.2f} × the mean contiguous, {balance['causal', 8, 'balanced']:.2f} ×"
+    assert told in page
+
+
+def test_the_fates_in_the_docs_are_those_of_the_record():
+    page = (BENCHMARKS.parent / "docs" / "ring.md").read_text(encoding="utf-8")
+    record = json.loads((BENCHMARKS / "results" / "ring_faults.json").read_text(encoding="utf-8"))
+    kinds = record["kinds"]
+    assert sum(kind["ranks"] for name, kind in kinds.items() if name.startswith("killed")) == 200
+    for name, kind in kinds.items():
+        assert f"| {name} | {kind['ranks']} | {kind['slowest_seconds']:.1f} |" in page
+    assert kinds["hangs in attention"]["slowest_seconds"] >= record["timeout"]
+    assert f"timeout of {record['timeout']:.0f} s" in page
+
+
 @pytest.fixture
 def memory(monkeypatch):
     monkeypatch.syspath_prepend(BENCHMARKS)
