@@ -7,8 +7,10 @@ from hypothesis import strategies as st
 
 from dilated_attention_pytorch import (
     Causal,
+    DilatedBlocks,
     Documents,
     Full,
+    GlobalBlocks,
     GlobalTokens,
     LocalBlocks,
     PerHead,
@@ -129,6 +131,17 @@ def test_token_by_token_equals_the_whole_sequence():
     for position in range(290):
         got = decode_attention(queries[:, position : position + 1], k, v, pattern, lengths=[position + 1] * 2)
         torch.testing.assert_close(got, want[:, position : position + 1], atol=1e-10, rtol=0)
+
+
+@pytest.mark.parametrize("length", [52, 150, 257])
+def test_blocks_of_several_sizes(length):
+    """How many fine blocks there are decides which of them a budget or a draw takes: the count of coarse ones must not
+    round it up."""
+    q, k, v = cache(batch=1, dtype=torch.float64)
+    pattern = RandomBlocks(3, block_size=16) | DilatedBlocks((64, 256), (1, 2), 0.4, 16) | GlobalBlocks(9, 128)
+    want, _ = whole_rows(q, k, v, pattern, [length])
+    got = decode_attention(q, k, v, pattern, lengths=[length], is_causal=False)
+    torch.testing.assert_close(got, want, atol=1e-10, rtol=0)
 
 
 def test_what_is_not_seen_is_not_read():

@@ -39,10 +39,10 @@ class CacheRows:
 
 def rows_at(pattern: Pattern, lengths: Sequence[int], new: int, block: int, device: torch.device) -> CacheRows:
     """The rows of the last `new` tokens of each of these sequences, sample by sample."""
-    coarse = max(pattern.block_sizes, default=block)
     # Rows change from block to block, not from token to token; what is behind the end of a sequence, the call hides.
+    # Whole blocks of the finest rule: its choice, and that of all coarser ones, depends on how many there are.
     rows = tuple(
-        (position // block, ceil_div(length, coarse) * coarse)
+        (position // block, ceil_div(length, block) * block)
         for length in lengths
         for position in range(length - new, length)
     )
