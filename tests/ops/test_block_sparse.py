@@ -327,6 +327,26 @@ class TestEager:
         assert seen >= {f"dilated_attention_pytorch::block_sparse_{way}" for way in ("forward", "backward")}
         assert all(map(torch.equal, plain, watched))
 
+    def test_tensors_without_data(self):
+        layout = random_layout(0).to("meta")
+        q, k, v = (x.detach().to("meta").requires_grad_() for x in qkv())
+        out = block_sparse_attention(q, k, v, layout)
+        out.sum().backward()
+        assert (out.shape, out.device.type) == (q.shape, "meta")
+        assert (k.grad.shape, k.grad.device.type) == (k.shape, "meta")
+
+    def test_a_backward_that_is_traced_is_one_graph(self):
+        """The backward of an eager forward, by PyTorch's compiled autograd."""
+        torch._dynamo.reset()
+        tensors = qkv()
+        want = torch.autograd.grad(block_sparse_attention(*tensors, SlidingWindow(30, 0)).sum(), tensors)
+        loss = block_sparse_attention(*tensors, SlidingWindow(30, 0)).sum()
+        counter = CompileCounter()
+        with torch._dynamo.compiled_autograd._enable(torch.compile(backend=counter, fullgraph=True)):
+            loss.backward()
+        assert counter.frame_count == 1
+        assert all(map(torch.equal, (x.grad for x in tensors), want))
+
     def test_a_mask_that_is_changed_before_the_backward_is_noticed(self):
         q, k, v = qkv()
         padding = torch.zeros(2, 100, dtype=torch.bool)

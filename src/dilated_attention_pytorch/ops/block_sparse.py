@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
@@ -120,27 +120,18 @@ def attend(
         if not training:
             return chosen.forward(q, k, v, layout, extras)
         return _Attention.apply(q, k, v, (layout, *parts), extras, chosen)
-    ordered = getattr(chosen, "ordered", False)
+    return _forward(q, k, v, *_flattened((layout, *parts), chosen, training), *extras, chosen.name)
+
+
+def _flattened(layouts: Sequence[BlockLayout], backend: ModuleType, training: bool) -> tuple[list[Tensor], list[int]]:
+    """Layouts, one behind the other, with the order of work that the backend walks them in."""
+    ordered = getattr(backend, "ordered", False)
     tensors: list[Tensor] = []
     sizes: list[int] = []
-    for each in (layout, *parts):
-        more_tensors, more_sizes = each.flatten(ordered=ordered, by_key=ordered and training)
+    for layout in layouts:
+        more_tensors, more_sizes = layout.flatten(ordered=ordered, by_key=ordered and training)
         tensors, sizes = tensors + more_tensors, sizes + more_sizes
-    return _forward(
-        q,
-        k,
-        v,
-        tensors,
-        sizes,
-        extras.scale,
-        extras.key_padding_mask,
-        extras.document_ids,
-        extras.dropout_p,
-        extras.seed,
-        extras.softcap,
-        extras.slopes,
-        chosen.name,
-    )
+    return tensors, sizes
 
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
@@ -160,7 +151,8 @@ def with_constant_shares(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Te
 
 
 def _nobody_looks_on(*tensors: Tensor) -> bool:
-    """Whether this is plain eager PyTorch: no graph is traced, no mode or transform intercepts, no subclass.
+    """Whether this is plain eager PyTorch: no graph is traced, no mode or transform intercepts, no subclass, data
+    in every tensor.
 
     Then the way through the dispatcher, most of the time of a short call, has no one to serve.
     """
@@ -170,7 +162,7 @@ def _nobody_looks_on(*tensors: Tensor) -> bool:
         or torch._C._len_torch_function_stack()
         or torch._C._are_functorch_transforms_active()
         or torch._C._get_tracing_state() is not None
-        or any(type(x) not in (Tensor, torch.nn.Parameter) for x in tensors)
+        or any(type(x) not in (Tensor, torch.nn.Parameter) or x.is_meta for x in tensors)
     )
 
 
@@ -195,23 +187,13 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, do: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
-        *tensors, key_padding_mask, document_ids, seed, slopes = ctx.saved_tensors
+        q, k, v, out, lse, key_padding_mask, document_ids, seed, slopes = ctx.saved_tensors
         masks = {"key_padding_mask": key_padding_mask, "document_ids": document_ids, "seed": seed, "slopes": slopes}
-        gradients: Callable[..., tuple[Tensor, ...]] = _Gradients.apply if torch.is_grad_enabled() else _gradients
-        extras = ctx.extras._replace(**masks)
-        return *gradients(do, dlse, *tensors, ctx.layouts, extras, ctx.backend), None, None, None
-
-
-class _Gradients(torch.autograd.Function):
-    """Where somebody may differentiate again."""
-
-    @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
-        return _gradients(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> None:
-        _no_second_derivative(ctx, *grads)
+        given, extras = (do, dlse, q, k, v, out, lse), ctx.extras._replace(**masks)
+        if torch.is_grad_enabled() or not _nobody_looks_on(*given):  # the operator knows what to do then
+            layouts = _flattened(ctx.layouts, ctx.backend, training=True)
+            return *_backward(*given, *layouts, *extras, ctx.backend.name), None, None, None
+        return *_gradients(*given, ctx.layouts, extras, ctx.backend), None, None, None
 
 
 def _gradients(
