@@ -4,11 +4,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.nn.attention.flex_attention import create_block_mask, create_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask, flex_attention
 
 from dilated_attention_pytorch import BlockLayout, Branches, GlobalTokens, RandomBlocks, SlidingWindow
 from dilated_attention_pytorch import block_sparse_attention as attention
-from dilated_attention_pytorch.layout import layout_of_branches
+from dilated_attention_pytorch.layout import flex, layout_of_branches
+from dilated_attention_pytorch.layout.flex import _listed
 from tests import strategies
 
 
@@ -71,6 +72,45 @@ def test_full_blocks_by_sample_and_head():
     mask = layout.to_flex_block_mask()
     mask.mask_mod.of_layout = None
     assert torch.equal(BlockLayout.from_flex_block_mask(mask).to_dense(), layout.to_dense())
+
+
+def listed(partial, full, mask_mod, seq, block):
+    """A mask with these blocks."""
+    return BlockMask.from_kv_blocks(*_listed(partial), *_listed(full), BLOCK_SIZE=block, mask_mod=mask_mod,
+                                    seq_lengths=(seq, seq))  # fmt: skip
+
+
+def test_a_full_block_at_the_end_is_not_under_the_rule_of_partial_ones():
+    """A global last block, seen by the first queries; the others are causal."""
+    partial, full = torch.eye(3).bool()[None, None], torch.zeros(1, 1, 3, 3, dtype=torch.bool)
+    full[..., 0, 2] = True
+    layout = BlockLayout.from_flex_block_mask(listed(partial, full, RULES["causal"][0], 40, 16))
+    want = torch.block_diag(*(torch.ones(n, n).tril() for n in (16, 16, 8))).bool()
+    want[:16, 32:] = True
+    assert torch.equal(layout.to_dense(), want)
+
+
+def test_the_mask_mod_of_a_layout_in_another_mask():
+    """The layout comes back only if all of the mask is its own: blocks, their size, and which of them are full."""
+    layout = BlockLayout.from_pattern(SlidingWindow(20, 3) | GlobalTokens(5), 48, block_size=16)
+    mask_mod, active = layout.to_flex_block_mask().mask_mod, layout.to_block_mask()[None, None]
+    got = BlockLayout.from_flex_block_mask(listed(active & False, active, mask_mod, 48, 16)).to_dense()
+    assert torch.equal(got, active[0, 0].repeat_interleave(16, 0).repeat_interleave(16, 1))
+    larger = create_block_mask(mask_mod, None, None, 48, 48, device="cpu", BLOCK_SIZE=32)
+    with pytest.raises(ValueError, match="no partial blocks but those of one causal rule or sliding window"):
+        BlockLayout.from_flex_block_mask(larger)
+
+
+def test_a_mask_mod_is_asked_for_a_few_blocks_at_a_time(monkeypatch):
+    monkeypatch.setattr(flex, "PAIRS", 3 * 16 * 16)
+    mask = create_block_mask(RULES["window"][0], None, None, 200, 200, device="cpu", BLOCK_SIZE=16)
+    asked, rule = [], mask.mask_mod
+    mask.mask_mod = lambda b, h, q, k: asked.append(b) or rule(b, h, q, k)
+    layout = BlockLayout.from_flex_block_mask(mask)
+    assert torch.equal(
+        layout.to_dense(), BlockLayout.from_pattern(SlidingWindow(40, 40), 200, block_size=16).to_dense()
+    )
+    assert len(asked) == 2 * -(-int(mask.kv_num_blocks.sum()) // 3)
 
 
 @pytest.mark.parametrize(

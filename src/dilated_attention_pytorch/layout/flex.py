@@ -21,6 +21,8 @@ MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 # In the table of rules: a block that is not active, and a full one.
 INACTIVE, FULL = -2, -1
 
+PAIRS = 1 << 22  # asked of a mask_mod at a time; bounds the temporary memory
+
 
 def to_flex(layout: BlockLayout, num_heads: int | None = None) -> BlockMask:
     """See `BlockLayout.to_flex_block_mask`."""
@@ -76,42 +78,43 @@ def from_flex(mask: BlockMask) -> BlockLayout:
 
     if not isinstance(mask, BlockMask):
         raise TypeError(f"mask must be a BlockMask of FlexAttention, got {type(mask).__name__}")
+    batch, heads, num_q = mask.kv_num_blocks.shape
+    partial, full = _lists_of(mask)
+    (seq_q, seq_k), (block_q, block_k), device = mask.seq_lengths, mask.BLOCK_SIZE, mask.kv_num_blocks.device
     own = getattr(mask.mask_mod, "of_layout", None)
-    batch, heads = mask.kv_num_blocks.shape[:2]
-    partial = _entries(mask.kv_num_blocks, mask.kv_indices)
-    full = partial[:0]
-    if mask.full_kv_num_blocks is not None and mask.full_kv_indices is not None:
-        full = _entries(mask.full_kv_num_blocks, mask.full_kv_indices)
-    num_q = mask.kv_num_blocks.shape[2]
-    seq_q, seq_k = mask.seq_lengths
-    block_q, block_k = mask.BLOCK_SIZE
-    entries = torch.cat((full, partial))
-    is_partial = torch.arange(len(entries), device=entries.device) >= len(full)
-    is_partial |= (entries[:, 3] + 1) * block_k > seq_k  # a rule hides what is behind the end
-    order = entries[:, 3].argsort(stable=True)
-    entries, is_partial = entries[order], is_partial[order]
-    row = (entries[:, 0] * heads + entries[:, 1]) * num_q + entries[:, 2]
-    device = mask.kv_num_blocks.device
-
-    def with_rule(rule: Interval) -> BlockLayout:
-        return BlockLayout(
-            seq_q=seq_q,
-            seq_k=seq_k,
-            block_q=block_q,
-            block_k=block_k,
-            by_query=BlockList.pack(row, entries[:, 3], is_partial, None, batch * heads * num_q),
-            num_heads=heads if heads > 1 or batch > 1 else None,
-            batch_size=batch if batch > 1 else None,
-            rules=torch.tensor([[rule]], dtype=torch.int32, device=device),
-            documents=NO_DOCUMENTS.to(device),
-            branches=NO_BRANCHES.to(device),
-        )
-
-    if own is not None and own.lengths == (seq_q, seq_k) and own.device == device:
-        active = own.to_block_mask().view(own.batch_size or 1, own.num_heads or 1, num_q, -1)
-        if torch.equal(with_rule(Interval()).to_block_mask().view(batch, heads, num_q, -1), active):
+    if own is not None and (own.lengths, own.blocks, own.device) == ((seq_q, seq_k), (block_q, block_k), device):
+        again = to_flex(own)
+        same = again.kv_num_blocks.shape == mask.kv_num_blocks.shape
+        if same and all(map(torch.equal, _lists_of(again), (partial, full))):
             return own
-    return with_rule(_window_of(mask.mask_mod, partial, (seq_q, seq_k), (block_q, block_k)))
+    window = _window_of(mask.mask_mod, partial, (seq_q, seq_k), (block_q, block_k))
+    entries = torch.cat((full, partial))
+    behind = (full[:, 3] + 1) * block_k > seq_k  # a rule of their own hides what is behind the end, and nothing else
+    rules = [[window], [Interval()]] if behind.any() else [[window]]
+    rule = torch.cat((behind.int() * 2 - 1, torch.zeros_like(partial[:, 3], dtype=torch.int32)))
+    order = entries[:, 3].argsort(stable=True)
+    entries, rule = entries[order], rule[order]
+    row = (entries[:, 0] * heads + entries[:, 1]) * num_q + entries[:, 2]
+    return BlockLayout(
+        seq_q=seq_q,
+        seq_k=seq_k,
+        block_q=block_q,
+        block_k=block_k,
+        by_query=BlockList.pack(row, entries[:, 3], rule >= 0, rule if len(rules) > 1 else None, batch * heads * num_q),
+        num_heads=heads if heads > 1 or batch > 1 else None,
+        batch_size=batch if batch > 1 else None,
+        rules=torch.tensor(rules, dtype=torch.int32, device=device),
+        documents=NO_DOCUMENTS.to(device),
+        branches=NO_BRANCHES.to(device),
+    )
+
+
+def _lists_of(mask: BlockMask) -> tuple[Tensor, Tensor]:
+    """The entries of partial and of full blocks."""
+    partial = _entries(mask.kv_num_blocks, mask.kv_indices)
+    if mask.full_kv_num_blocks is None or mask.full_kv_indices is None:
+        return partial, partial[:0]
+    return partial, _entries(mask.full_kv_num_blocks, mask.full_kv_indices)
 
 
 def _entries(counts: Tensor, indices: Tensor) -> Tensor:
@@ -123,26 +126,43 @@ def _entries(counts: Tensor, indices: Tensor) -> Tensor:
 
 def _window_of(mask_mod: MaskMod, partial: Tensor, lengths: tuple[int, int], blocks: tuple[int, int]) -> Interval:
     """The one window of keys around each query that `mask_mod` is in all partial blocks. ValueError if it is none."""
-    (seq_q, seq_k), (block_q, block_k) = lengths, blocks
     if not len(partial):
         return Interval()
+    at_once = partial.split(max(1, PAIRS // (blocks[0] * blocks[1])))
+    begins, ends = zip(*(_edges(*_pairs(mask_mod, part, lengths, blocks)) for part in at_once), strict=True)
+    left, right = _the_only(-torch.cat(begins)), _the_only(torch.cat(ends))
+    if left is not None and right is not None:
+        for part in at_once:
+            ahead, allowed, there = _pairs(mask_mod, part, lengths, blocks)
+            if not torch.equal((ahead >= -left) & (ahead <= right) & there, allowed):
+                break
+        else:
+            return Interval(left, right)
+    raise ValueError(
+        "mask must have no partial blocks but those of one causal rule or sliding window (or be made by "
+        "to_flex_block_mask): what its mask_mod allows is no such rule; write it as a pattern instead"
+    )
+
+
+def _pairs(
+    mask_mod: MaskMod, partial: Tensor, lengths: tuple[int, int], blocks: tuple[int, int]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of all pairs of some blocks: how far the key is ahead of the query, whether it is allowed, and there."""
+    (seq_q, seq_k), (block_q, block_k) = lengths, blocks
     query = partial[:, 2:3] * block_q + torch.arange(block_q, device=partial.device)
     key = partial[:, 3:4] * block_k + torch.arange(block_k, device=partial.device)
     of_keys = torch.vmap(mask_mod, in_dims=(None, None, None, 0))
     of_pairs = torch.vmap(torch.vmap(of_keys, in_dims=(None, None, 0, None)))
     asked = partial[:, 0], partial[:, 1], query.clamp(max=seq_q - 1), key.clamp(max=seq_k - 1)
     there = (query < seq_q)[:, :, None] & (key < seq_k)[:, None]
-    allowed = of_pairs(*asked) & there
     ahead = key[:, None] - (query + (seq_k - seq_q))[:, :, None]
+    return ahead, of_pairs(*asked) & there, there
+
+
+def _edges(ahead: Tensor, allowed: Tensor, there: Tensor) -> tuple[Tensor, Tensor]:
+    """How far ahead allowed keys begin and end within a block, each distance once."""
     begins, ends = allowed[..., 1:] & ~allowed[..., :-1], allowed[..., :-1] & ~allowed[..., 1:] & there[..., 1:]
-    left = _the_only(-ahead[..., 1:][begins])
-    right = _the_only(ahead[..., :-1][ends])
-    if left is not None and right is not None and torch.equal((ahead >= -left) & (ahead <= right) & there, allowed):
-        return Interval(left, right)
-    raise ValueError(
-        "mask must have no partial blocks but those of one causal rule or sliding window (or be made by "
-        "to_flex_block_mask): what its mask_mod allows is no such rule; write it as a pattern instead"
-    )
+    return ahead[..., 1:][begins].unique(), ahead[..., :-1][ends].unique()
 
 
 def _the_only(values: Tensor) -> int | None:
