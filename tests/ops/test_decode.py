@@ -23,6 +23,7 @@ from dilated_attention_pytorch.layout.build import documents_of
 from tests.strategies import atoms, patterns
 
 CAPACITY, HEAD_DIM = 160, 4
+WINDOW = SlidingWindow(20, 0)
 
 
 def whole_rows(q, k, v, pattern, lengths, padding=None, **options):
@@ -182,6 +183,18 @@ def test_in_one_graph_whatever_the_lengths():
     assert len(graphs) == 1
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_export_is_refused(strict):
+    """A graph names its pattern by a number, which is another one's elsewhere."""
+
+    class Step(torch.nn.Module):
+        def forward(self, q, k, v):
+            return decode_attention(q, k, v, WINDOW)
+
+    with pytest.raises(RuntimeError, match="decode_attention cannot be exported"):
+        torch.export.export(Step(), cache(), strict=strict)
+
+
 def test_a_page_that_is_not_there_is_nan_in_the_kernels(monkeypatch):
     pytest.importorskip("triton", reason="needs triton, which there is for Linux alone")
     from dilated_attention_pytorch.ops import decode
@@ -223,6 +236,11 @@ Q, K, V = cache()
             {"page_table": torch.tensor([[0], [2]])},
             ValueError,
             r"page_table must name pages 0 to 1, got \[2\] for sample",
+        ),
+        (
+            {"page_table": torch.tensor([[0], [0]]), "k": K[:0], "v": V[:0]},
+            ValueError,
+            r"k must not be empty, got shape \[0, 300, 2, 8\]",
         ),
         ({"backend": "sdpa"}, ValueError, "backend must be one of .* for decoding, got 'sdpa'"),
         ({"is_causal": 1}, TypeError, "is_causal must be"),

@@ -84,6 +84,8 @@ def decode_attention(
         raise ValueError(f"pattern must not have packed documents, which are of one length, got {pattern}")
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
         raise RuntimeError("decode_attention has no gradient: use torch.no_grad(), or block_sparse_attention to train")
+    if torch.compiler.is_exporting():
+        raise RuntimeError("decode_attention cannot be exported: its graph finds the pattern in this process alone")
     capacity = Cache(k, v, page_table, q).capacity
     lengths = _checked_lengths(lengths, q, capacity)
     _check_padding(key_padding_mask, q, capacity)
@@ -190,9 +192,8 @@ def _check_cache(q: Tensor, k: Tensor, v: Tensor, page_table: Tensor | None) -> 
         return
     if not isinstance(page_table, Tensor):
         raise TypeError(f"page_table must be a tensor or None, got {type(page_table).__name__}")
-    check_qkv(
-        q, *(x[:1].expand(q.shape[0], *x.shape[1:]) if isinstance(x, Tensor) and x.ndim == 4 else x for x in (k, v))
-    )
+    pages = (isinstance(x, Tensor) and x.ndim == 4 and len(x) > 0 for x in (k, v))
+    check_qkv(q, *(x[:1].expand(len(q), *x.shape[1:]) if ok else x for x, ok in zip((k, v), pages, strict=True)))
     if k.shape != v.shape:
         raise ValueError(f"k and v must have the same shape, got {list(k.shape)} and {list(v.shape)}")
     if page_table.dtype not in (torch.int32, torch.int64):
