@@ -87,6 +87,21 @@ def test_a_row_without_keys_gives_its_sink():
     assert torch.equal(grads[1], torch.tensor([3.0, 3.0]))
 
 
+def test_a_sink_of_minus_infinity_is_none():
+    """Also in a row without keys, where it leaves nothing at all."""
+    q, k, v = (torch.randn(2, 3, 2, 4, requires_grad=True) for _ in range(3))
+    sinks = torch.tensor([-torch.inf, 0.5], requires_grad=True)
+    padding = torch.tensor([[True] * 3, [False] * 3])
+    options = {"key_padding_mask": padding, "return_lse": True, "backend": "blockwise"}
+    out, lse = block_sparse_attention(q, k, v, Full(), sinks=sinks, **options)
+    plain, plain_lse = block_sparse_attention(q, k, v, Full(), **options)
+    assert torch.equal(out[:, :, 0], plain[:, :, 0])
+    assert torch.equal(lse[:, 0], plain_lse[:, 0])
+    grads = torch.autograd.grad(out.sum() + lse[lse > -torch.inf].sum(), (q, k, v, sinks))
+    assert all(grad.isfinite().all() for grad in grads)
+    assert grads[3][0] == 0
+
+
 def test_slopes_of_queries_that_stand_at_the_end():
     q, k, v = torch.randn(1, 2, 1, 4), torch.randn(1, 6, 1, 4), torch.eye(6)[None, :, None, :4]
     out = block_sparse_attention(q * 0, k, v, Causal(), alibi_slopes=torch.tensor([1.0]))
@@ -130,8 +145,9 @@ def test_in_one_graph(qkv):
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"softcap": 0.0}, ValueError, "softcap must be positive and finite, got 0.0"),
-        ({"softcap": float("nan")}, ValueError, "softcap must be positive and finite, got nan"),
+        ({"softcap": 0.0}, ValueError, "softcap must be positive and finite .*, got 0.0"),
+        ({"softcap": float("nan")}, ValueError, "softcap must be positive and finite .*, got nan"),
+        ({"softcap": 1e-50}, ValueError, "softcap must be positive and finite .*, got 1e-50"),  # 0 in float32
         ({"softcap": "30"}, TypeError, "softcap must be a number or None, got str"),
         ({"alibi_slopes": [0.5] * 4}, TypeError, "alibi_slopes must be a tensor or None, got list"),
         (

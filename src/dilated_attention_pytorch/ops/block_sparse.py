@@ -137,9 +137,12 @@ def _flattened(layouts: Sequence[BlockLayout], backend: ModuleType, training: bo
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     """Each row with one more score in its softmax, whose value is 0; differentiable in all three."""
     sinks = sinks.to(lse.dtype)[:, None]
-    # An empty row stays 0 whatever its share; −inf − −inf would make it NaN.
-    share = torch.sigmoid(torch.where(lse == -torch.inf, torch.finfo(lse.dtype).min, lse) - sinks)
-    return (out * share.transpose(1, 2)[..., None]).to(out.dtype), torch.logaddexp(lse, sinks)
+    # An empty row stays 0 whatever its share; −inf − −inf would make it, or its gradient, NaN.
+    empty = lse == -torch.inf
+    share = torch.sigmoid(torch.where(empty, torch.finfo(lse.dtype).min, lse) - sinks)
+    nothing = empty & (sinks == -torch.inf)
+    total = torch.logaddexp(lse, torch.where(nothing, 0.0, sinks)).masked_fill(nothing, -torch.inf)
+    return (out * share.transpose(1, 2)[..., None]).to(out.dtype), total
 
 
 def with_constant_shares(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
