@@ -119,6 +119,20 @@ def test_the_kernels_do_so_too(call):
     check(call, "triton", torch.float32, 2e-6)
 
 
+def test_many_query_heads_of_one_key_head_in_the_kernels():
+    """Those that do not fit one program are shared out; 128 of 256 numbers in float32 asked for 320 KiB of memory."""
+    kernels = pytest.importorskip("dilated_attention_pytorch.kernels.decode", reason="needs triton")
+    if torch.cuda.is_available():
+        pytest.skip("needs a machine without a CUDA device: tests/gpu runs the kernels there")
+    assert [kernels._stacked(group, 256 * 4) for group in (1, 12, 24, 128)] == [1, 12, 12, 16]
+    assert [kernels._stacked(group, 128 * 2) for group in (8, 71, 96, 128)] == [8, 1, 48, 64]
+    q, k, v = torch.randn(1, 1, 48, 200), torch.randn(1, 70, 2, 200), torch.randn(1, 70, 2, 200)
+    for pattern in (SlidingWindow(40, 0), PerHead((SlidingWindow(40, 0), Full()))):
+        want = decode_attention(q.double(), k.double(), v.double(), pattern, alibi_slopes=torch.arange(48.0) / 99)
+        got = decode_attention(q, k, v, pattern, alibi_slopes=torch.arange(48.0) / 99, backend="triton")
+        torch.testing.assert_close(got.double(), want, atol=5e-6, rtol=0)
+
+
 def cache(batch=2, capacity=300, heads=4, heads_kv=2, dtype=torch.float32):
     k, v = (torch.randn(batch, capacity, heads_kv, 8, dtype=dtype) for _ in range(2))
     return torch.randn(batch, 1, heads, 8, dtype=dtype), k, v

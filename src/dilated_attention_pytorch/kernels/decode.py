@@ -21,6 +21,7 @@ from .launch import rows as rows_of
 
 TILE = 64  # keys of a step
 MAX_PARTS = 64
+QUERY_BYTES = 1 << 14  # of the query heads of a program; with the keys they must fit the shared memory of any GPU
 WAVES = 2  # programs for each processor that parts should make
 
 
@@ -149,7 +150,7 @@ def launch(
     q, k, v = rows_of(q), rows_of(k), rows_of(v)
     batch, new, heads, head_dim = q.shape
     heads_kv, padded = k.shape[2], max(16, triton.next_power_of_2(head_dim))
-    own = 1 if rows.num_lists > heads_kv else heads // heads_kv
+    own = 1 if rows.num_lists > heads_kv else _stacked(heads // heads_kv, padded * q.element_size())
     natural = q.dtype == torch.float32
     per_unit = 1.0 if natural else math.log2(math.e)
     programs = batch * new * (heads // own)
@@ -178,6 +179,12 @@ def launch(
         D=head_dim, PADDED_D=padded, PARTS=triton.next_power_of_2(num_parts), num_warps=4,
     )  # fmt: skip
     return out, lse
+
+
+def _stacked(group: int, bytes_a_head: int) -> int:
+    """How many query heads of a key head one program takes: all, or a part of them where there is no room for more."""
+    room = max(16, QUERY_BYTES // bytes_a_head)
+    return max(n for n in range(1, group + 1) if group % n == 0 and triton.next_power_of_2(n) <= room)
 
 
 def _num_parts(programs: int, tiles: int, device: torch.device) -> int:
