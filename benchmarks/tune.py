@@ -80,6 +80,8 @@ class Problem:
     def hopper(self, kernel: str, settings: tuple[Any, ...]) -> Run:
         """The warp-specialised forward, or both backward walks, with these settings."""
         call = launch.Call(self.q, self.k, self.v, self.layout, **self.extras._asdict())
+        if not call.hopper:  # the plain kernels would run in their place
+            raise GateError("the warp-specialised kernels cannot run on this GPU")
         table = {call.head_dim: settings}
         if kernel == "forward":
             with_table = patch.object(launch, "HOPPER_FORWARD", table)

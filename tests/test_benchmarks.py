@@ -385,3 +385,5 @@ def test_tuning_tries_every_kernel_and_refuses_a_wrong_one(monkeypatch, capsys):
     problem = tune.Problem(16, torch.float32, 256, "cpu")
     with pytest.raises(tune.GateError, match="is off by"):
         tune.tried({"wrong": lambda: (problem.out * 2, problem.lse)}, problem.want["forward"], **timing)
+    with pytest.raises(tune.GateError, match="the warp-specialised kernels cannot run on this GPU"):
+        problem.hopper("forward", (64, 1, 2))

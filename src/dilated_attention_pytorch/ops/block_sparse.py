@@ -50,7 +50,7 @@ def block_sparse_attention(
             seq_q of these tokens.
         softcap: scores s, scaled, become softcap · tanh(s / softcap), as in Gemma 2. Positive.
         alibi_slopes: (heads,): after that, a score falls by the slope of its head for each token between query and
-            key. No gradient.
+            key. No gradient. Scores are float32: one at distance d is rounded by up to slope · d / 2²⁴.
         sinks: (heads,): a score for each head that joins the softmax of every row and brings no value, as in gpt-oss;
             lse then counts it. It gets its gradient, and its column is never dropped.
         return_lse: also return the log-sum-exp of each row, (batch, heads, seq_q), float32 (float64 for float64).
