@@ -191,6 +191,10 @@ def test_cited_figures_are_those_of_the_records():
     host = {call["name"]: call["microseconds"] for call in gpu["calls"]}
     sparse_1 = f"{kernels['random 1 %', 128, 128]['forward']['flex']['ratio']:.2f} × FlexAttention"
     selection = [100 * row["ratio"] for row in record("adaptive_gpu.json")["selection"]]
+    decoding = [
+        f"| {row['tokens']:,} | {row['share']:.0%} | {1e3 * row['seconds']['ours']:.1f} | {row['times_faster']:.0f} |"
+        for row in record("decode_cpu.json")["rows"]
+    ]
     cited = {
         "compare.md": [
             *(f"| D={head_dim} | {against_flex(head_dim)} |" for head_dim in (128, 64)),
@@ -201,6 +205,7 @@ def test_cited_figures_are_those_of_the_records():
             sparse_1,
             f"takes {min(selection):.0f}–{max(selection):.0f} % of the forward",
         ],
+        "decoding.md": [line.replace("%", " %", 1) for line in decoding],
         "choosing.md": [
             f"{rate['random', 128, 128]} TFLOP/s forward at 5 % of 32K tokens, D=128",
             f"D=64: {rate['random', 64, 64]} TFLOP/s against {rate['random', 64, 128]} for 128",
