@@ -66,6 +66,17 @@ def test_the_backward_draws_from_the_pool_too():
     assert after["bytes_in_use"] == 0
 
 
+def test_a_backward_that_fails_leaves_nothing_behind():
+    module = BlockSparseAttention(SlidingWindow(40, 0), enable_memory_pool=own_pool())
+    q, k, v = qkv(200)
+    changed = q * 1
+    out = module(changed, k, v)
+    changed.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+    assert active_source() is None
+
+
 def test_gradients_accumulate_and_graphs_wait():
     """Two graphs alive at once, their backwards in the other order, a third forward between them."""
     module = BlockSparseAttention(SlidingWindow(40, 0), enable_memory_pool=own_pool())

@@ -25,6 +25,7 @@ from ..backends.base import Extras, Request, compute_dtype
 from ..backends.dropout import seed_of_part
 from ..layout import BlockLayout
 from ..layout.branches import cheapest_blocks
+from ..memory import active_source, drawing_from
 from ..ops import block_sparse_attention, dilated_attention
 from ..ops.block_sparse import with_constant_shares
 from ..ops.checks import (
@@ -411,12 +412,17 @@ class _Ring(torch.autograd.Function):
             del stored
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.rest = plan, group, extras, backend
+        ctx.rest, ctx.source = (plan, group, extras, backend), active_source()
         return out, lse
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
+        with drawing_from(ctx.source):
+            return _Ring._gradients(ctx, do, dlse)
+
+    @staticmethod
+    def _gradients(ctx: Any, do: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         plan, group, extras, backend = ctx.rest
         dq, dk, dv = (x.new_zeros(x.shape, dtype=compute_dtype(x.dtype)) for x in (q, k, v))

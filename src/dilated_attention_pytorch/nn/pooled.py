@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from threading import get_ident
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 
 from ..memory import AttentionBuffers, MemoryPool, shared_pool
-from ..memory.pool import Source, _active, drawing_from
+from ..memory.pool import Source, drawing_from
 from ..patterns.base import check_flag
 
 T = TypeVar("T")
@@ -68,17 +66,14 @@ class Pooled:
             self._source = self.buffer_manager
 
     def drawing(self, device: torch.device, run: Callable[[], T]) -> T:
-        """`run()`, and later its backward, with workspace from the buffers. A compiled graph plans its own."""
+        """`run()`, and later its backward, with workspace from the buffers. A compiled graph plans its own, and where
+        something intercepts operators (a dispatch mode, say) the backward allocates afresh."""
         source = self._source
         if source is None or torch.compiler.is_compiling():
             return run()
         source.watch(device)
         with drawing_from(source):
-            result = run()
-        out = result[0] if isinstance(result, tuple) else result
-        if isinstance(out, Tensor) and out.grad_fn is not None:
-            _draw_in_backward(out.grad_fn, source)
-        return result
+            return run()
 
     def get_buffer_stats(self) -> dict[str, Any]:
         """`cache_hit_rate`, hits, misses and bytes of the pool; with the buffer manager also `by_type`."""
@@ -99,10 +94,3 @@ def split_pool_options(options: dict[str, Any]) -> tuple[dict[str, Any], dict[st
     """The keywords of `Pooled.set_buffers`, and the others."""
     pool = {name: value for name, value in options.items() if name in POOL_FIELDS}
     return pool, {name: value for name, value in options.items() if name not in POOL_FIELDS}
-
-
-def _draw_in_backward(node: Any, source: Source) -> None:
-    """The node's backward runs in whichever thread the engine gives it, outside of any `with` of the forward."""
-    tokens: dict[int, Any] = {}
-    node.register_prehook(lambda grads: tokens.__setitem__(get_ident(), _active.set(source)))
-    node.register_hook(lambda *grads: _active.reset(tokens.pop(get_ident())))

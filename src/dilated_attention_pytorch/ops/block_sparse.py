@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..backends.base import Extras, compute_dtype
 from ..layout import BlockLayout
+from ..memory import active_source, drawing_from
 from ..patterns import Pattern
 from .checks import refuse_branches
 from .choose import BY_NAME, check_backend, check_call, choose, leave_autocast, request_of
@@ -185,7 +186,7 @@ class _Attention(torch.autograd.Function):
         out, lse = backend.forward(q, k, v, layouts[0], extras)
         masks = extras.key_padding_mask, extras.document_ids, extras.seed, extras.slopes
         ctx.save_for_backward(q, k, v, out, lse, *masks)
-        ctx.layouts, ctx.extras, ctx.backend = layouts, extras, backend
+        ctx.layouts, ctx.extras, ctx.backend, ctx.source = layouts, extras, backend, active_source()
         return out, lse
 
     @staticmethod
@@ -196,7 +197,8 @@ class _Attention(torch.autograd.Function):
         if torch.is_grad_enabled() or not _nobody_looks_on(*given):  # the operator knows what to do then
             layouts = _flattened(ctx.layouts, ctx.backend, training=True)
             return *_backward(*given, *layouts, *extras, ctx.backend.name), None, None, None
-        return *_gradients(*given, ctx.layouts, extras, ctx.backend), None, None, None
+        with drawing_from(ctx.source):  # as the forward did, in whichever thread this is
+            return *_gradients(*given, ctx.layouts, extras, ctx.backend), None, None, None
 
 
 def _gradients(
