@@ -195,6 +195,13 @@ def test_cited_figures_are_those_of_the_records():
         f"| {row['tokens']:,} | {row['share']:.0%} | {1e3 * row['seconds']['ours']:.1f} | {row['times_faster']:.0f} |"
         for row in record("decode_cpu.json")["rows"]
     ]
+    memory = record("memory_cpu.json")
+    pool = [
+        f"| {row['workload']} | {'yes' if row['training'] else 'no'} | {row['speedup']:.2f} | "
+        f"{100 * row['hit_rate']:.0f} % | {1 + row['extra_peak']:.2f} |"
+        for row in memory["pool"]["rows"]
+    ]
+    found = {claim: result["value"] for claim, result in memory["summary"].items()}
     cited = {
         "compare.md": [
             *(f"| D={head_dim} | {against_flex(head_dim)} |" for head_dim in (128, 64)),
@@ -206,6 +213,14 @@ def test_cited_figures_are_those_of_the_records():
             f"takes {min(selection):.0f}–{max(selection):.0f} % of the forward",
         ],
         "decoding.md": [line.replace("%", " %", 1) for line in decoding],
+        "memory.md": [
+            *pool,
+            f"{len(memory['plan']['rows'])} configurations, forward and training: the worst is "
+            f"{100 * found['planned peak, worst error']:.1f} % off",
+            f"differ by {100 * found['two configurations, difference']:.1f} %",
+            f"takes {found['hierarchical, times the others']:.2f} × the memory",
+            f"{memory['buffers']['rows'][-1]['speedup']:.1f} × as fast as `torch.empty`",
+        ],
         "choosing.md": [
             f"{rate['random', 128, 128]} TFLOP/s forward at 5 % of 32K tokens, D=128",
             f"D=64: {rate['random', 64, 64]} TFLOP/s against {rate['random', 64, 128]} for 128",
