@@ -387,3 +387,15 @@ def test_tuning_tries_every_kernel_and_refuses_a_wrong_one(monkeypatch, capsys):
         tune.tried({"wrong": lambda: (problem.out * 2, problem.lse)}, problem.want["forward"], **timing)
     with pytest.raises(tune.GateError, match="the warp-specialised kernels cannot run on this GPU"):
         problem.hopper("forward", (64, 1, 2))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a CUDA device: the launches are stubs")
+def test_what_a_call_costs_the_host(tmp_path):
+    pytest.importorskip("triton", reason="needs triton, which there is for Linux alone")
+    env = {**os.environ, "TRITON_INTERPRET": "0"}  # in this process the kernels are made for the interpreter
+    command = [sys.executable, "-W", "ignore", BENCHMARKS / "host.py", "--calls", "20", "--out", tmp_path / "host.json"]
+    subprocess.run(command, check=True, env=env, capture_output=True)
+    found = json.loads((tmp_path / "host.json").read_text())["microseconds"]
+    ways = ("forward, pattern", "forward, layout", "forward in training", "backward")
+    assert list(found) == [*ways, *(f"{way}, operator" for way in ways)]
+    assert all(value > 1 for value in found.values())
