@@ -1,12 +1,13 @@
 """`dilated-attention plan`: what it prints is what the planner says."""
 
 import re
+from pathlib import Path
 
 import pytest
 import torch
 
 from dilated_attention_pytorch import Full, SparsePatternConfig, hierarchical
-from dilated_attention_pytorch.cli import main
+from dilated_attention_pytorch.cli import main, plan
 from dilated_attention_pytorch.memory import max_sequence_length, plan_memory
 from dilated_attention_pytorch.memory.devices import as_text
 from dilated_attention_pytorch.patterns.config import HIERARCHICAL_PRESETS
@@ -98,3 +99,15 @@ def test_segments_and_dense(command):
     assert code == 0
     assert "sdpa backend" in out
     assert "dense attention" in out
+
+
+def test_the_ring_of_the_docs_is_the_planned_one():
+    """docs/ring.md, and the same rows in the command."""
+    page = (Path(__file__).parents[2] / "docs" / "ring.md").read_text(encoding="utf-8")
+    ring = plan.seed_tables()[-1]
+    cells = [list(column.cells) for column in ring.columns]
+    assert len(cells[0]) == 3
+    for row in zip(*cells, strict=True):
+        assert f"| {' | '.join(row)} |" in page
+    alone = next(iter(plan.seed_tables()[2].columns[-1].cells))
+    assert f"less than one alone ({alone} tokens)" in page
