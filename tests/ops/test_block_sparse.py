@@ -16,6 +16,7 @@ from dilated_attention_pytorch import (
     SlidingWindow,
     block_sparse_attention,
 )
+from dilated_attention_pytorch.backends import blockwise
 from dilated_attention_pytorch.layout import clear_layout_cache
 from dilated_attention_pytorch.memory import measure_peak
 from dilated_attention_pytorch.ops.block_sparse import _backward, _forward
@@ -375,3 +376,15 @@ class TestEager:
         q, k, v = qkv(requires_grad=False)
         with pytest.raises(RuntimeError, match="functorch transforms"):
             torch.func.grad(lambda q: block_sparse_attention(q, k, v, SlidingWindow(30, 0)).sum())(q)
+
+    def test_a_backend_that_walks_lists_has_them_at_hand(self, monkeypatch):
+        """As `backends.base` promises: by key only where gradients will be asked for."""
+        monkeypatch.setattr(blockwise, "ordered", True, raising=False)
+        q, k, v = qkv()
+        made = []
+        for training in (False, True):
+            layout = BlockLayout.from_pattern(SlidingWindow(30, 0), 100, block_size=16)
+            with torch.set_grad_enabled(training):
+                block_sparse_attention(q, k, v, layout, backend="blockwise")
+            made.append(set(layout._made))
+        assert made == [{"query_work"}, {"query_work", "by_key", "key_work"}]

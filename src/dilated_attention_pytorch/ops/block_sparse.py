@@ -117,11 +117,12 @@ def attend(
         return chosen.attention(q, k, v, layout, extras)
     training = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     _refuse_forward_mode(q, k, v)
-    if _nobody_looks_on(q, k, v):
-        if not training:
-            return chosen.forward(q, k, v, layout, extras)
-        return _Attention.apply(q, k, v, (layout, *parts), extras, chosen)
-    return _forward(q, k, v, *_flattened((layout, *parts), chosen, training), *extras, chosen.name)
+    flattened = _flattened((layout, *parts), chosen, training)  # and what the backend wants at hand is made
+    if not _nobody_looks_on(q, k, v):
+        return _forward(q, k, v, *flattened, *extras, chosen.name)
+    if not training:
+        return chosen.forward(q, k, v, layout, extras)
+    return _Attention.apply(q, k, v, (layout, *parts), extras, chosen)
 
 
 def _flattened(layouts: Sequence[BlockLayout], backend: ModuleType, training: bool) -> tuple[list[Tensor], list[int]]:
