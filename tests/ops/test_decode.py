@@ -1,5 +1,8 @@
 """`decode_attention` equals the last rows of attention over the whole sequence."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -207,6 +210,20 @@ def test_export_is_refused(strict):
 
     with pytest.raises(RuntimeError, match="decode_attention cannot be exported"):
         torch.export.export(Step(), cache(), strict=strict)
+
+
+def test_a_plain_call_loads_no_compiler():
+    """The first call of a registered operator does, for seconds."""
+    code = (
+        "import sys, torch\n"
+        "from dilated_attention_pytorch import SlidingWindow, block_sparse_attention, decode_attention\n"
+        "k = torch.randn(1, 300, 2, 8)\n"
+        "decode_attention(k[:, -1:], k, k, SlidingWindow(64, 0))\n"
+        "q = k.clone().requires_grad_()\n"
+        "block_sparse_attention(q, k, k, SlidingWindow(64, 0)).sum().backward()\n"
+        "assert 'torch._dynamo' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_a_page_that_is_not_there_is_nan_in_the_kernels(monkeypatch):

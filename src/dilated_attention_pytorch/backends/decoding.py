@@ -29,11 +29,6 @@ class Cache(NamedTuple):
     page_table: Tensor | None
     lengths: Tensor
 
-    @property
-    def capacity(self) -> int:
-        """Tokens that a sample has room for."""
-        return self.k.shape[1] * (1 if self.page_table is None else self.page_table.shape[1])
-
     def pieces(self, token: Tensor) -> list[slice | Tensor]:
         """Some tokens, ascending, as runs that lie together; as they are where runs would be short."""
         apart = token.diff() != 1
@@ -54,6 +49,11 @@ class Cache(NamedTuple):
             return x[self.page_table[sample, piece // size].long(), piece % size]
         page, first = divmod(piece.start, size)
         return x[int(self.page_table[sample, page]), first : first + piece.stop - piece.start]
+
+
+def capacity_of(k: Tensor, page_table: Tensor | None) -> int:
+    """Tokens that a sample has room for."""
+    return k.shape[1] * (1 if page_table is None else page_table.shape[1])
 
 
 def decode(q: Tensor, cache: Cache, rows: CacheRows, extras: Extras) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ from ..layout import BlockLayout
 from ..layout.rows import CacheRows
 from ..patterns.base import constant_in_graphs
 from .base import Extras, Request
-from .decoding import Cache
+from .decoding import Cache, capacity_of
 from .dropout import as_table
 
 if TYPE_CHECKING:
@@ -76,7 +76,8 @@ def decode(q: Tensor, cache: Cache, rows: CacheRows, extras: Extras) -> tuple[Te
     from ..kernels import decode  # loads triton
 
     with _on(q.device):
-        return decode.launch(q, *cache, rows, extras.scale, extras.key_padding_mask, extras.softcap, extras.slopes)
+        masks = extras.key_padding_mask, extras.softcap, extras.slopes
+        return decode.launch(q, *cache, capacity_of(cache.k, cache.page_table), rows, extras.scale, *masks)
 
 
 def _on(device: torch.device) -> AbstractContextManager[Any]:

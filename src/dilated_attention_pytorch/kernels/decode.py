@@ -26,14 +26,14 @@ WAVES = 2  # programs for each processor that parts should make
 
 
 @triton.jit(do_not_specialize=[
-    "new", "heads", "heads_kv", "capacity", "num_lists", "heads_a_list", "num_intervals", "num_pages", "pages_a_sample",
+    "new", "heads", "heads_kv", "capacity", "heads_a_list", "num_intervals", "num_pages", "pages_a_sample",
     "page_size", "num_parts",
 ])  # fmt: skip
 def decode_kernel(
     q, k, v, part_out, part_lse, lengths, first, ahead, offsets, splits, indices, rule_ids, rules, padding, pages,
     slopes,
     q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h,
-    new, heads, heads_kv, capacity, num_lists, heads_a_list, num_intervals, num_pages, pages_a_sample, page_size,
+    new, heads, heads_kv, capacity, heads_a_list, num_intervals, num_pages, pages_a_sample, page_size,
     num_parts, scale, cap,
     D: tl.constexpr, PADDED_D: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, OWN: tl.constexpr,
     ROWS: tl.constexpr, FLIP: tl.constexpr, PADDING: tl.constexpr, PAGED: tl.constexpr, SOFTCAP: tl.constexpr,
@@ -141,6 +141,7 @@ def launch(
     v: Tensor,
     page_table: Tensor | None,
     lengths: Tensor,
+    capacity: int,
     rows: CacheRows,
     scale: float,
     key_padding_mask: Tensor | None,
@@ -160,14 +161,13 @@ def launch(
     part_out = torch.empty(batch, new, heads, num_parts, head_dim, dtype=torch.float32, device=q.device)
     part_lse = torch.empty(batch, new, heads, num_parts, dtype=torch.float32, device=q.device)
     nothing = rows.first
-    capacity = k.shape[1] * (1 if page_table is None else page_table.shape[1])
     decode_kernel[(programs, num_parts)](
         q, k, v, part_out, part_lse, lengths, rows.first, rows.ahead, *rows.lists.tensors(), rows.rules,
         nothing if key_padding_mask is None else key_padding_mask.contiguous().view(torch.uint8),
         nothing if page_table is None else page_table.contiguous(),
         nothing if slopes is None else slopes * per_unit,
         *(stride for x in (q, k, v) for stride in x.stride()[:3]),
-        new, heads, heads_kv, capacity, rows.num_lists, heads // rows.num_lists, rows.rules.shape[1],
+        new, heads, heads_kv, capacity, heads // rows.num_lists, rows.rules.shape[1],
         k.shape[0], 0 if page_table is None else page_table.shape[1], k.shape[1], num_parts,
         max(abs(scale) * per_unit, 1e-30), softcap * per_unit,
         D=head_dim, PADDED_D=padded, BLOCK=rows.block, TILE=TILE, OWN=own, ROWS=max(16, triton.next_power_of_2(own)),

@@ -118,7 +118,7 @@ def attend(
     training = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     _refuse_forward_mode(q, k, v)
     flattened = _flattened((layout, *parts), chosen, training)  # and what the backend wants at hand is made
-    if not _nobody_looks_on(q, k, v):
+    if not nobody_looks_on(q, k, v):
         return _forward(q, k, v, *flattened, *extras, chosen.name)
     if not training:
         return chosen.forward(q, k, v, layout, extras)
@@ -155,7 +155,7 @@ def with_constant_shares(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Te
     return torch.stack(mixed).sum(0).to(parts[0][0].dtype), lse
 
 
-def _nobody_looks_on(*tensors: Tensor) -> bool:
+def nobody_looks_on(*tensors: Tensor) -> bool:
     """Whether this is plain eager PyTorch: no graph is traced, no mode or transform intercepts, no subclass, data
     in every tensor.
 
@@ -195,7 +195,7 @@ class _Attention(torch.autograd.Function):
         q, k, v, out, lse, key_padding_mask, document_ids, seed, slopes = ctx.saved_tensors
         masks = {"key_padding_mask": key_padding_mask, "document_ids": document_ids, "seed": seed, "slopes": slopes}
         given, extras = (do, dlse, q, k, v, out, lse), ctx.extras._replace(**masks)
-        if torch.is_grad_enabled() or not _nobody_looks_on(*given):  # the operator knows what to do then
+        if torch.is_grad_enabled() or not nobody_looks_on(*given):  # the operator knows what to do then
             layouts = _flattened(ctx.layouts, ctx.backend, training=True)
             return *_backward(*given, *layouts, *extras, ctx.backend.name), None, None, None
         with drawing_from(ctx.source):  # as the forward did, in whichever thread this is

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from ..backends import decoding, triton
 from ..backends.base import Extras, Request, compute_dtype
-from ..backends.decoding import Cache
+from ..backends.decoding import Cache, capacity_of
 from ..layout.build import documents_of
 from ..layout.rows import rows_at
 from ..patterns import Causal, Pattern
 from ..patterns.base import check_flag, check_int, numbered
 from ..patterns.blocks import ceil_div
-from .block_sparse import with_sinks
+from .block_sparse import nobody_looks_on, with_sinks
 from .checks import (
     DEFAULT_BLOCK_SIZE,
     check_lists,
@@ -86,12 +86,13 @@ def decode_attention(
         raise RuntimeError("decode_attention has no gradient: use torch.no_grad(), or block_sparse_attention to train")
     if torch.compiler.is_exporting():
         raise RuntimeError("decode_attention cannot be exported: its graph finds the pattern in this process alone")
-    capacity = Cache(k, v, page_table, q).capacity
+    capacity = capacity_of(k, page_table)
     lengths = _checked_lengths(lengths, q, capacity)
     _check_padding(key_padding_mask, q, capacity)
     name = _chosen(backend, q)
+    run = _decode if nobody_looks_on(q, k, v) else _decode_op
     with autocast_off:
-        out, lse = _decode(
+        out, lse = run(
             q,
             k,
             v,
@@ -110,7 +111,6 @@ def decode_attention(
     return (out, lse) if return_lse else out
 
 
-@torch.library.custom_op("dilated_attention_pytorch::decode", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def _decode(
     q: Tensor,
     k: Tensor,
@@ -128,7 +128,7 @@ def _decode(
     new = q.shape[1]
     pattern, block = _of_number(number, is_causal)
     counts = tuple(lengths.tolist())
-    capacity = Cache(k, v, page_table, lengths).capacity
+    capacity = capacity_of(k, page_table)
     for count in counts:
         if not new <= count <= capacity:
             raise ValueError(f"lengths must be from {new} (the new tokens) to {capacity} (the capacity), got {count}")
@@ -140,7 +140,12 @@ def _decode(
     return (triton.decode if backend == "triton" else decoding.decode)(q, cache, rows, extras)
 
 
-@_decode.register_fake
+_decode_op = torch.library.custom_op(
+    "dilated_attention_pytorch::decode", _decode, mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,)
+)
+
+
+@_decode_op.register_fake
 def _(q, k, v, lengths, page_table, key_padding_mask, slopes, number, is_causal, scale, softcap, backend):  # type: ignore[no-untyped-def]
     batch, new, heads, _ = q.shape
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
