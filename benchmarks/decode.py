@@ -5,8 +5,8 @@
 
 A row has a cache of some length, random active blocks of 128 tokens (and the newest), batch 1 and, on a GPU, 8. Dense
 is PyTorch's `scaled_dot_product_attention` over the whole cache (on a GPU flash decoding: it splits the keys).
-Bandwidth is the bytes of the active keys and values ÷ time; the copy limit is that of a copy of the keys, both ways
-counted. On a GPU times are those of CUDA graphs, and of calls from Python beside them. Contenders take turns. Before a
+Bandwidth is the bytes of the active keys and values ÷ time; the copy limit is that of a copy of all keys, both ways
+counted, and beside it that of a kernel that moves as many bytes as the active keys and values are. On a GPU times are those of CUDA graphs, and of calls from Python beside them. Contenders take turns. Before a
 row is timed its output is compared with float64 attention over the keys that it sees; a wrong one ends the run with
 exit status 1. Writes --out (benchmarks/results/decode_cpu.json or decode_gpu.json).
 """
@@ -34,6 +34,11 @@ HEADS, HEADS_KV, HEAD_DIM, BLOCK = 32, 8, 128, 128
 def pattern_of(tokens: int, share: float) -> Any:
     """So many random blocks a row, and its own."""
     return RandomBlocks(max(1, round(share * tokens / BLOCK) - 1), block_size=BLOCK) | LocalBlocks(1, block_size=BLOCK)
+
+
+def _active(tokens: int, share: float) -> int:
+    """Keys that a row sees."""
+    return (round(share * tokens / BLOCK) or 1) * BLOCK
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -78,12 +83,13 @@ def row(tokens: int, share: float, batch: int, device: str, repeats: int) -> dic
     if device == "cuda":
         contenders |= {f"{name}, graph": graphed(call) for name, call in list(contenders.items())}
         target = torch.empty_like(k)
-        contenders["copy"] = graphed(lambda: target.copy_(k))
+        contenders["copy"] = lambda: target.copy_(k)
+        some, copied = (x.flatten()[: _active(tokens, share) * batch * HEADS_KV * HEAD_DIM] for x in (k, target))
+        contenders["copy of as many, graph"] = graphed(lambda: torch.add(some, 0, out=copied))
     time = gpu_seconds if device == "cuda" else seconds
     turns = [{name: time(run) for name, run in contenders.items()} for _ in range(repeats)]
     times = {name: statistics.median(turn[name] for turn in turns) for name in contenders}
-    active = (round(share * tokens / BLOCK) or 1) * BLOCK
-    read = 2 * batch * active * HEADS_KV * HEAD_DIM * k.element_size()
+    read = 2 * batch * _active(tokens, share) * HEADS_KV * HEAD_DIM * k.element_size()
     fastest = "ours, graph" if device == "cuda" else "ours"
     found = {
         "tokens": tokens,
@@ -98,6 +104,7 @@ def row(tokens: int, share: float, batch: int, device: str, repeats: int) -> dic
     if device == "cuda":
         found["copy_bandwidth"] = 2 * k.nbytes / times["copy"]
         found["share_of_copy_limit"] = found["bandwidth"] / found["copy_bandwidth"]
+        found["share_of_copy_of_as_many"] = times["copy of as many, graph"] / times[fastest]
     return found
 
 
@@ -120,7 +127,11 @@ def main() -> None:
             for share in args.share:
                 for batch in (1, 8) if device == "cuda" else (1,):
                     record["rows"].append(found := row(tokens, share, batch, device, args.repeats))
-                    limit = f", {found['share_of_copy_limit']:.0%} of copy" if device == "cuda" else ""
+                    limit = ""
+                    if device == "cuda":
+                        limit = ", {share_of_copy_limit:.0%} of copy, {share_of_copy_of_as_many:.0%} of as many".format(
+                            **found
+                        )
                     print(
                         f"{tokens:>9,} tokens, {share:.0%}, batch {batch}: {found['times_faster']:6.1f} x dense, "
                         f"{found['bandwidth'] / 1e9:7.1f} GB/s{limit}, error {found['error']:.1e}",

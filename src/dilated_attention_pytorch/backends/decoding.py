@@ -96,15 +96,14 @@ def _share(num: int, part: int, parts: int) -> slice:
 
 def _tokens_seen(rows: CacheRows, i: int, part: int, position: int, length: int) -> Tensor:
     """The keys that query `i` sees by list `part`, ascending."""
-    row = int(rows.first[i]) + part
-    start, stop, split = *rows.lists.offsets[row : row + 2].tolist(), int(rows.lists.splits[row])
-    token = rows.lists.indices[start:stop, None].long() * rows.block
+    ahead, start, split, stop = rows.work[i * rows.num_lists + part].tolist()
+    token = rows.indices[start:stop, None].long() * rows.block
     token = token + torch.arange(rows.block, device=token.device)
     seen = token < length
     if split < stop:
-        query, nothing = rows.ahead[i] + position, rows.rules.new_empty(2, 0)
+        query, nothing = torch.tensor(ahead + position), rows.rules.new_empty(2, 0)
         allowed = torch.zeros_like(seen[split - start :])
-        for interval in rows.rules[rows.lists.rule_ids[split:stop]].unbind(1):
+        for interval in rows.rules[rows.rule_ids[split:stop]].unbind(1):
             first, last = key_bounds(interval, query, length, length, nothing)
             partial = token[split - start :]
             allowed |= (partial >= first[:, None]) & (partial <= last[:, None])

@@ -82,7 +82,8 @@ def decode(q: Tensor, cache: Cache, rows: CacheRows, extras: Extras) -> tuple[Te
 
 def _on(device: torch.device) -> AbstractContextManager[Any]:
     """Triton launches on the current device, whichever the tensors are on."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
+    return torch.cuda.device(device) if elsewhere else nullcontext()
 
 
 def _call(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, extras: Extras) -> Call:

@@ -320,6 +320,7 @@ def _choose(backend: str, q: Tensor, k: Tensor, extras: Extras) -> ModuleType:
             head_dim=q.shape[3],
             dropout=extras.dropout_p > 0.0,
             masked=extras.key_padding_mask is not None or extras.document_ids is not None,
+            named=backend != "auto",
             return_lse=True,
         ),
     )

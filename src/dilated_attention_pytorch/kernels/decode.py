@@ -14,30 +14,30 @@ import triton.language as tl
 from torch import Tensor
 
 from ..layout.rows import CacheRows
-from .common import interval_allows, load_rows, shaped
+from . import binding
+from .common import count_tiles, load_rows, load_work, pairs_allowed, shaped, tile_at
 from .forward import LOG2E, weights_of
 from .launch import num_processors, precision_of
 from .launch import rows as rows_of
 
-TILE = 64  # keys of a step
-MAX_PARTS = 64
+TILE_BYTES = 1 << 14  # of the keys of a step
+MAX_PARTS = 128
 QUERY_BYTES = 1 << 14  # of the query heads of a program; with the keys they must fit the shared memory of any GPU
-WAVES = 2  # programs for each processor that parts should make
+A_PROCESSOR = 2  # programs that one has room for at a time
 
 
 @triton.jit(do_not_specialize=[
-    "new", "heads", "heads_kv", "capacity", "heads_a_list", "num_intervals", "num_pages", "pages_a_sample",
-    "page_size", "num_parts",
+    "new", "heads", "heads_kv", "capacity", "num_lists", "num_intervals", "num_pages", "pages_a_sample", "page_size",
+    "num_parts",
 ])  # fmt: skip
 def decode_kernel(
-    q, k, v, part_out, part_lse, lengths, first, ahead, offsets, splits, indices, rule_ids, rules, padding, pages,
-    slopes,
+    q, k, v, part_out, part_lse, lengths, work, indices, rule_ids, rules, padding, pages, slopes,
     q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h,
-    new, heads, heads_kv, capacity, heads_a_list, num_intervals, num_pages, pages_a_sample, page_size,
+    new, heads, heads_kv, capacity, num_lists, num_intervals, num_pages, pages_a_sample, page_size,
     num_parts, scale, cap,
     D: tl.constexpr, PADDED_D: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, OWN: tl.constexpr,
-    ROWS: tl.constexpr, FLIP: tl.constexpr, PADDING: tl.constexpr, PAGED: tl.constexpr, SOFTCAP: tl.constexpr,
-    ALIBI: tl.constexpr, PRECISION: tl.constexpr, NATURAL: tl.constexpr,
+    ROWS: tl.constexpr, FLIP: tl.constexpr, SINGLE: tl.constexpr, PADDING: tl.constexpr, PAGED: tl.constexpr,
+    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, PRECISION: tl.constexpr, NATURAL: tl.constexpr,
 ):  # fmt: skip
     """out and lse of a part of a row, for `OWN` heads that share a list and a key head (`ROWS` with padding)."""
     units = heads // OWN
@@ -46,9 +46,8 @@ def decode_kernel(
     sample, t = which // new, which % new
     key_head = head // (heads // heads_kv)
     length = tl.load(lengths + sample)
+    ahead, start, split, stop = load_work(work, which * num_lists + head // (heads // num_lists))
     position = length - new + t
-    row = tl.load(first + which) + head // heads_a_list
-    start, split, stop = tl.load(offsets + row), tl.load(splits + row), tl.load(offsets + row + 1)
 
     lane = tl.arange(0, ROWS)
     real = lane < OWN
@@ -64,47 +63,49 @@ def decode_kernel(
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     mixed = tl.zeros([ROWS, PADDED_D], tl.float32)
-    num_tiles = tl.cdiv((stop - start) * BLOCK, TILE)
-    for i in range(num_tiles * part // num_parts, num_tiles * (part + 1) // num_parts):
-        place = i * TILE + tl.arange(0, TILE)
-        entry = start + place // BLOCK
-        there = entry < stop
-        key = tl.load(indices + entry, mask=there, other=0) * BLOCK + place % BLOCK
-        rule = tl.load(rule_ids + entry, mask=there & (entry >= split), other=0)
-        query = position + tl.load(ahead + which)
-        seen = interval_allows(query, key, rule, 0, rules, rules, num_intervals, capacity, capacity, False)
-        for n in range(1, num_intervals):
-            seen |= interval_allows(query, key, rule, n, rules, rules, num_intervals, capacity, capacity, False)
-        seen = (seen | (entry < split)) & there & (key < length)
-        if PADDING:
-            seen &= tl.load(padding + sample_64 * capacity + key, mask=seen, other=1) == 0
-        key_64 = key.to(tl.int64)
-        if PAGED:
-            page = tl.load(pages + sample_64 * pages_a_sample + key // page_size, mask=seen, other=0).to(tl.int64)
-            missing = (page < 0) | (page >= num_pages)
-            page = tl.where(missing, 0, page)
-            k_at, v_at = page * k_b + key_64 % page_size * k_s, page * v_b + key_64 % page_size * v_s
-        else:
-            k_at, v_at = sample_64 * k_b + key_64 * k_s, sample_64 * v_b + key_64 * v_s
-        keys = load_rows(k + key_head.to(tl.int64) * k_h, k_at, 1, seen, D, PADDED_D)
-        scores = tl.dot(queries, keys.T, input_precision=PRECISION)
-        if FLIP:
-            scores = -scores
-        if SOFTCAP or ALIBI:
-            scores, _ = shaped(
-                scores * scale, position, key[None, :], slope, cap, capacity, capacity, SOFTCAP, ALIBI
+    num_full, masked_from, num_masked = count_tiles(start, split, stop, BLOCK, TILE)
+    num_tiles = num_full + num_masked
+    begin, end = num_tiles * part // num_parts, num_tiles * (part + 1) // num_parts
+    GATHERED: tl.constexpr = TILE > BLOCK
+    for MASKED in tl.static_range(2):
+        first = masked_from if MASKED else start
+        from_tile = tl.maximum(begin - num_full, 0) if MASKED else begin
+        to_tile = end - num_full if MASKED else tl.minimum(end, num_full)
+        for i in range(from_tile, to_tile):
+            entry, _, key = tile_at(indices, first, i, stop, BLOCK, TILE)
+            there = key < length  # the cache may have no room behind it
+            key_64 = key.to(tl.int64)
+            if PAGED:
+                page = tl.load(pages + sample_64 * pages_a_sample + key // page_size, mask=there, other=0).to(tl.int64)
+                missing = (page < 0) | (page >= num_pages)
+                page = tl.where(missing, 0, page)
+                k_at, v_at = page * k_b + key_64 % page_size * k_s, page * v_b + key_64 % page_size * v_s
+            else:
+                k_at, v_at = sample_64 * k_b + key_64 * k_s, sample_64 * v_b + key_64 * v_s
+            keys = load_rows(k + key_head.to(tl.int64) * k_h, k_at, 1, there, D, PADDED_D)
+            values = load_rows(v + key_head.to(tl.int64) * v_h, v_at, 1, there, D, PADDED_D)
+            scores = tl.dot(queries, keys.T, input_precision=PRECISION)
+            if FLIP:
+                scores = -scores
+            if SOFTCAP or ALIBI:
+                scores, _ = shaped(
+                    scores * scale, position, key[None, :], slope, cap, capacity, capacity, SOFTCAP, ALIBI
+                )  # fmt: skip
+            seen = there & pairs_allowed(
+                position + ahead, key, entry, split, stop, sample,
+                rule_ids, rules, rules, padding, rules, num_intervals, capacity, capacity,
+                MASKED, GATHERED, True, SINGLE, False, PADDING, 0,
             )  # fmt: skip
-        scores = tl.where(seen[None, :], scores, float("-inf"))
-        if PAGED:  # garbage must not look like a result
-            scores = tl.where(missing[None, :], float("nan"), scores)
-        new_top = tl.maximum(top, tl.max(scores, 1) * unit)
-        base = tl.where(new_top == float("-inf"), 0.0, new_top)
-        weights = weights_of(scores * unit - base[:, None], NATURAL)
-        shrink = weights_of(top - base, NATURAL)
-        total = total * shrink + tl.sum(weights, 1)
-        values = load_rows(v + key_head.to(tl.int64) * v_h, v_at, 1, seen, D, PADDED_D)
-        mixed = tl.dot(weights.to(values.dtype), values, mixed * shrink[:, None], input_precision=PRECISION)
-        top = new_top
+            scores = tl.where(seen[None, :], scores, float("-inf"))
+            if PAGED:  # garbage must not look like a result
+                scores = tl.where((missing & seen)[None, :], float("nan"), scores)
+            new_top = tl.maximum(top, tl.max(scores, 1) * unit)
+            base = tl.where(new_top == float("-inf"), 0.0, new_top)
+            weights = weights_of(scores * unit - base[:, None], NATURAL)
+            shrink = weights_of(top - base, NATURAL)
+            total = total * shrink + tl.sum(weights, 1)
+            mixed = tl.dot(weights.to(values.dtype), values, mixed * shrink[:, None], input_precision=PRECISION)
+            top = new_top
 
     empty = total == 0.0
     mixed = mixed / tl.where(empty, 1.0, total)[:, None]
@@ -152,30 +153,37 @@ def launch(
     batch, new, heads, head_dim = q.shape
     heads_kv, padded = k.shape[2], max(16, triton.next_power_of_2(head_dim))
     own = 1 if rows.num_lists > heads_kv else _stacked(heads // heads_kv, padded * q.element_size())
+    tile = min(64, TILE_BYTES // (padded * q.element_size()))
     natural = q.dtype == torch.float32
     per_unit = 1.0 if natural else math.log2(math.e)
     programs = batch * new * (heads // own)
-    num_parts = _num_parts(programs, triton.cdiv(rows.most * rows.block, TILE), q.device)
+    num_parts = _num_parts(programs, triton.cdiv(rows.most * rows.block, tile), q.device)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(batch, heads, new, dtype=torch.float32, device=q.device)
     part_out = torch.empty(batch, new, heads, num_parts, head_dim, dtype=torch.float32, device=q.device)
     part_lse = torch.empty(batch, new, heads, num_parts, dtype=torch.float32, device=q.device)
-    nothing = rows.first
-    decode_kernel[(programs, num_parts)](
-        q, k, v, part_out, part_lse, lengths, rows.first, rows.ahead, *rows.lists.tensors(), rows.rules,
-        nothing if key_padding_mask is None else key_padding_mask.contiguous().view(torch.uint8),
-        nothing if page_table is None else page_table.contiguous(),
-        nothing if slopes is None else slopes * per_unit,
-        *(stride for x in (q, k, v) for stride in x.stride()[:3]),
-        new, heads, heads_kv, capacity, heads // rows.num_lists, rows.rules.shape[1],
-        k.shape[0], 0 if page_table is None else page_table.shape[1], k.shape[1], num_parts,
-        max(abs(scale) * per_unit, 1e-30), softcap * per_unit,
-        D=head_dim, PADDED_D=padded, BLOCK=rows.block, TILE=TILE, OWN=own, ROWS=max(16, triton.next_power_of_2(own)),
-        FLIP=scale < 0, PADDING=key_padding_mask is not None, PAGED=page_table is not None, SOFTCAP=softcap > 0.0,
-        ALIBI=slopes is not None, PRECISION=precision_of(q.dtype), NATURAL=natural, num_warps=4, num_stages=3,
+    nothing = rows.work
+    binding.launch(
+        decode_kernel, (programs, num_parts),
+        (
+            q, k, v, part_out, part_lse, lengths, rows.work, rows.indices, rows.rule_ids, rows.rules,
+            nothing if key_padding_mask is None else key_padding_mask.contiguous().view(torch.uint8),
+            nothing if page_table is None else page_table.contiguous(),
+            nothing if slopes is None else slopes * per_unit,
+        ),
+        (
+            *(stride for x in (q, k, v) for stride in x.stride()[:3]),
+            new, heads, heads_kv, capacity, rows.num_lists, rows.rules.shape[1],
+            k.shape[0], 0 if page_table is None else page_table.shape[1], k.shape[1], num_parts,
+            max(abs(scale) * per_unit, 1e-30), softcap * per_unit,
+        ),
+        D=head_dim, PADDED_D=padded, BLOCK=rows.block, TILE=tile, OWN=own, ROWS=max(16, triton.next_power_of_2(own)),
+        FLIP=scale < 0, SINGLE=rows.rules.shape[1] == 1, PADDING=key_padding_mask is not None,
+        PAGED=page_table is not None, SOFTCAP=softcap > 0.0, ALIBI=slopes is not None, PRECISION=precision_of(q.dtype),
+        NATURAL=natural, num_warps=4, num_stages=3,
     )  # fmt: skip
-    merge_kernel[(batch * new * heads,)](
-        part_out, part_lse, out, lse, new, heads, num_parts,
+    binding.launch(
+        merge_kernel, (batch * new * heads,), (part_out, part_lse, out, lse), (new, heads, num_parts),
         D=head_dim, PADDED_D=padded, PARTS=triton.next_power_of_2(num_parts), num_warps=4,
     )  # fmt: skip
     return out, lse
@@ -188,6 +196,10 @@ def _stacked(group: int, bytes_a_head: int) -> int:
 
 
 def _num_parts(programs: int, tiles: int, device: torch.device) -> int:
-    """Enough to fill the GPU, and no more than there are tiles."""
-    processors = num_processors(device) if device.type == "cuda" else 4
-    return max(1, min(triton.cdiv(WAVES * processors, programs), tiles, MAX_PARTS))
+    """As few as fill the GPU: rounds of `A_PROCESSOR` programs on each processor, of which the last is nearly full."""
+    seats = A_PROCESSOR * (num_processors(device) if device.type == "cuda" else 4)
+
+    def filled(parts: int) -> float:
+        return min(programs * parts / (triton.cdiv(programs * parts, seats) * seats), 0.95)
+
+    return max(range(1, max(1, min(tiles, MAX_PARTS)) + 1), key=filled)

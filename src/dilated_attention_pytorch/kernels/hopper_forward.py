@@ -10,7 +10,8 @@ parity of the turn: how often the ring went round, counted over all tiles. `go` 
 to the matrix units in turns, so that one computes weights while the other multiplies.
 """
 
-from functools import lru_cache
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from .binding import MOST
 from .common import counted, kept, key_bounds, list_of, load_work, log_times, pairs_allowed
 from .forward import VARYING
 
@@ -45,20 +47,35 @@ def describe(x: Tensor, rows: int, classes: int) -> TensorDescriptor:
     Those ≡ c modulo `classes` lie in the columns from `c · x.stride(1)` on.
     """
     batch, seq, heads, head_dim = x.shape
-    step = x.stride(1)
-    shape, strides = [batch, seq // classes, (classes - 1) * step + heads * head_dim], [x.stride(0), step * classes, 1]
-    return TensorDescriptor(x, shape, strides, [1, rows, head_dim], _layout(rows, head_dim, x.dtype))
-
-
-@lru_cache
-def _layout(rows: int, head_dim: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout.get_default_for([1, rows, head_dim], DTYPES[dtype])
+    of_sample, step = x.stride()[:2]
+    shape, strides = (batch, seq // classes, (classes - 1) * step + heads * head_dim), (of_sample, step * classes, 1)
+    return _described(x, shape, strides, (1, rows, head_dim))
 
 
 def describe_rows(of_rows: Tensor, num: int) -> TensorDescriptor:
     """`num` numbers of a row of of_rows [2, batch, heads, padded_q], as a matrix of all its rows."""
-    matrix = of_rows.view(-1, of_rows.shape[-1])
-    return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [1, num], PLAIN_LAYOUT)
+    padded_q = of_rows.shape[-1]
+    return _described(of_rows, (of_rows.numel() // padded_q, padded_q), (padded_q, 1), (1, num))
+
+
+_known: dict[tuple[object, ...], dict[str, Any]] = {}
+
+
+def _described(x: Tensor, shape: Sequence[int], strides: Sequence[int], block: Sequence[int]) -> TensorDescriptor:
+    """The first one like it is checked by Triton; another tensor in its place needs no more than that."""
+    key = x.dtype, shape, strides, block
+    fields = _known.get(key)
+    if fields is None:
+        layout = PLAIN_LAYOUT
+        if x.dtype in DTYPES:
+            layout = gl.NVMMASharedLayout.get_default_for(list(block), DTYPES[x.dtype])
+        made = TensorDescriptor(x, list(shape), list(strides), list(block), layout)
+        if len(_known) >= MOST:
+            _known.clear()
+        fields = _known[key] = {**vars(made), "base": None}
+    described = TensorDescriptor.__new__(TensorDescriptor)
+    vars(described).update(fields, base=x)
+    return described
 
 
 @gluon.jit

@@ -14,6 +14,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..layout import BlockLayout
+from . import binding
 from .backward import dkv_kernel, dq_kernel, rows_kernel
 from .configs import FEW_ROWS, HOPPER_BACKWARD, HOPPER_FORWARD, Config, Configs, configs, for_rows
 from .forward import forward_kernel
@@ -48,7 +49,7 @@ class Call:
         self.batch, self.seq_q, self.heads, self.head_dim = q.shape
         self.heads_kv = k.shape[2]
         self.group = self.heads // self.heads_kv
-        self.padded = max(16, triton.next_power_of_2(self.head_dim))
+        self.padded = max(16, 1 << (self.head_dim - 1).bit_length())
         self.tma, self.hopper, self.configs = _device(q.device, self.padded, q.dtype.itemsize)
         lists = layout.num_heads or 1
         self.own_lists = lists > self.heads_kv  # query heads of a key head follow different ones
@@ -107,9 +108,10 @@ class Call:
         if few and q.dtype.itemsize == 2:
             config = FEW_ROWS
         tma, (keys, values) = self._walked(config.tile_k, self.layout.block_k, k, v)
-        forward_kernel[grid](
-            q, keys, values, out, lse, *self._by_query(), *self.masks, self.slopes, *_strides(q, k, v),
-            *self.sizes, self.layout.num_q_blocks, *self.list_sizes, self.units, self.cap, *self.dropout,
+        binding.launch(
+            forward_kernel, grid, (q, keys, values, out, lse, *self._by_query(), *self.masks, self.slopes),
+            (*_strides(q, k, v), *self.sizes, self.layout.num_q_blocks, *self.list_sizes, self.units, self.cap,
+             *self.dropout),
             **self.flags, **owned, TILE_K=config.tile_k, TMA=tma, **_effort(config),
         )  # fmt: skip
         return out, lse
@@ -119,9 +121,9 @@ class Call:
         out, lse, dlse = out.contiguous(), lse.contiguous(), dlse.contiguous()  # a ring gives parts of its own
         padded_q, tile = layout.num_q_blocks * layout.block_q, min(64, layout.block_q)
         of_rows = torch.empty(2, self.batch, self.heads, padded_q, dtype=torch.float32, device=q.device)
-        rows_kernel[(padded_q // tile * self.batch * self.heads,)](
-            out, do, dlse, lse, of_rows[0], of_rows[1], *do.stride()[:3], self.heads, self.seq_q, padded_q,
-            layout.classes,
+        binding.launch(
+            rows_kernel, (padded_q // tile * self.batch * self.heads,), (out, do, dlse, lse, of_rows[0], of_rows[1]),
+            (*do.stride()[:3], self.heads, self.seq_q, padded_q, layout.classes),
             D=self.head_dim, PADDED_D=self.padded, TILE=tile, NATURAL=self.flags["NATURAL"],
         )  # fmt: skip
         dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
@@ -140,10 +142,12 @@ class Call:
         tile_k = min(self.configs.dkv.tile_k, layout.block_k)
         config = for_rows(self.configs.dkv, tile_k)
         tma, (queries, grads) = self._walked(config.tile_q, layout.block_q, q, do)
-        dkv_kernel[(layout.num_k_blocks * (layout.block_k // tile_k) * self.batch * self.heads_kv,)](
-            queries, k, v, grads, of_rows[0], of_rows[1], dk, dv, *layout.by_key.tensors(), layout.key_work,
-            *self.masks, self.slopes, *_strides(q, k, v, do),
-            *self.sizes, layout.num_k_blocks, *self.list_sizes, self.units, self.scale, self.cap, *self.dropout,
+        binding.launch(
+            dkv_kernel, (layout.num_k_blocks * (layout.block_k // tile_k) * self.batch * self.heads_kv,),
+            (queries, k, v, grads, of_rows[0], of_rows[1], dk, dv, *layout.by_key.tensors(), layout.key_work,
+             *self.masks, self.slopes),
+            (*_strides(q, k, v, do), *self.sizes, layout.num_k_blocks, *self.list_sizes, self.units, self.scale,
+             self.cap, *self.dropout),
             **self.flags, TILE_Q=config.tile_q, TILE_K=tile_k, PACK=1, TMA=tma, **_effort(config),
         )  # fmt: skip
 
@@ -151,10 +155,11 @@ class Call:
         q, k, v, layout = self.q, self.k, self.v, self.layout
         grid, owned, config = self._by_queries(self.configs.dq)
         tma, (keys, values) = self._walked(config.tile_k, layout.block_k, k, v)
-        dq_kernel[grid](
-            q, keys, values, do, of_rows[0], of_rows[1], dq, *self._by_query(), *self.masks, self.slopes,
-            *_strides(q, k, v, do),
-            *self.sizes, layout.num_q_blocks, *self.list_sizes, self.units, self.scale, self.cap, *self.dropout,
+        binding.launch(
+            dq_kernel, grid,
+            (q, keys, values, do, of_rows[0], of_rows[1], dq, *self._by_query(), *self.masks, self.slopes),
+            (*_strides(q, k, v, do), *self.sizes, layout.num_q_blocks, *self.list_sizes, self.units, self.scale,
+             self.cap, *self.dropout),
             **self.flags, **owned, TILE_K=config.tile_k, TMA=tma, **_effort(config),
         )  # fmt: skip
 
@@ -175,10 +180,11 @@ class Call:
         tile_k = min(tile_k, layout.block_k)
         total = layout.num_q_blocks * (layout.block_q // 128) * self.batch * self.heads
         described = self._described((self.q, self.k, self.v, out), (64, tile_k, tile_k, 64))
-        hopper_forward.forward_kernel[(min(total, num_processors(self.q.device)),)](
-            *described, lse, *self._by_query(), *self.masks,
-            *self.sizes, layout.num_q_blocks, *self.list_sizes, total, layout.num_k_blocks // layout.classes,
-            *(x.stride(1) for x in (self.q, self.k, self.v)), self.units, *self.dropout,
+        binding.launch(
+            hopper_forward.forward_kernel, (min(total, num_processors(self.q.device)),),
+            (*described, lse, *self._by_query(), *self.masks),
+            (*self.sizes, layout.num_q_blocks, *self.list_sizes, total, layout.num_k_blocks // layout.classes,
+             *(x.stride(1) for x in (self.q, self.k, self.v)), self.units, *self.dropout),
             **self._hopper_flags(), TILE_K=tile_k, Q_RING=q_ring, KV_RING=kv_ring, num_warps=4, maxnreg=168,
         )  # fmt: skip
 
@@ -198,11 +204,12 @@ class Call:
             total = num_blocks * (layout.block_q // 128) * self.batch * self.heads
         of_q, of_k = (stream, 64) if of_keys else (64, stream)
         inputs = (self.q, self.k, self.v, do)
-        hopper_backward.backward_kernel[(min(total, num_processors(self.q.device)),)](
-            *self._described(inputs, (of_q, of_k, of_k, of_q)), hopper_forward.describe_rows(of_rows, stream),
-            of_rows[0], of_rows[1], dq, dk, dv, *lists.tensors(), work, *self.masks,
-            self.batch, *self.sizes, num_blocks, *self.list_sizes, total, walked // layout.classes,
-            *(x.stride(1) for x in inputs), self.units, self.scale, *self.dropout,
+        binding.launch(
+            hopper_backward.backward_kernel, (min(total, num_processors(self.q.device)),),
+            (*self._described(inputs, (of_q, of_k, of_k, of_q)), hopper_forward.describe_rows(of_rows, stream),
+             of_rows[0], of_rows[1], dq, dk, dv, *lists.tensors(), work, *self.masks),
+            (self.batch, *self.sizes, num_blocks, *self.list_sizes, total, walked // layout.classes,
+             *(x.stride(1) for x in inputs), self.units, self.scale, *self.dropout),
             **self._hopper_flags(), STREAM=stream, RING=ring, OWN_LISTS=self.own_lists, OF_KEYS=of_keys, SNAKE=snake,
             num_warps=4, maxnreg=168,
         )  # fmt: skip
@@ -255,9 +262,9 @@ def _describe(x: Tensor, tile: int) -> TensorDescriptor:
 
 def _can_be_described(x: Tensor) -> bool:
     """The copy engine takes heads side by side, and steps and addresses of 16 bytes."""
-    size = x.dtype.itemsize
-    steps = x.stride(0) * size % 16 == 0 and x.stride(1) * size % 16 == 0 and x.stride(1) > 0 and x.stride(0) > 0
-    return (x.shape[2] == 1 or x.stride(2) == x.shape[3]) and steps and x.data_ptr() % 16 == 0
+    whole, (of_sample, of_token, of_head, _) = 16 // x.dtype.itemsize, x.stride()
+    steps = of_sample > 0 and of_token > 0 and of_sample % whole == 0 and of_token % whole == 0
+    return steps and (x.shape[2] == 1 or of_head == x.shape[3]) and x.data_ptr() % 16 == 0
 
 
 def _strides(*tensors: Tensor) -> tuple[int, ...]:

@@ -267,6 +267,13 @@ class BlockLayout:
         """The same of the lists by key."""
         return self._remembered("key_work", lambda: self.by_key.work(self.num_lists))
 
+    def order(self, *, by_key: bool) -> None:
+        """Make `query_work`, and `by_key` and `key_work`, unless they are there."""
+        if "query_work" not in self._made:
+            _ = self.query_work
+        if by_key and "key_work" not in self._made:
+            _ = self.key_work
+
     def _remembered(self, name: str, make: Callable[[], T]) -> T:
         """What is made of the lists once; in a graph, part of it."""
         if name not in self._made:

@@ -20,18 +20,19 @@ class CacheRows:
     """Lists of key blocks for some queries, each the row that the layout of its whole sequence has for it.
 
     Attributes:
-        lists: the different rows, each `num_lists` times: for all heads together, or for each head.
+        work: int32 [queries · num_lists, 4]: of each query and list, by how much the query's position goes up before
+            the rules are asked, and its first entry, first partial entry and end.
+        indices, rule_ids: of a `BlockList`: the key blocks of all entries, and the rules of partial ones.
         rules: int32 [num_rules, intervals, 5], see `layout.rules`.
-        first: int32 [queries], where the lists of each query stand among the rows.
-        ahead: int32 [queries], by how much its position goes up before the rules are asked.
         block: tokens of a key block.
+        num_lists: lists of a query: one for all heads, or one for each.
         most: blocks of the longest row.
     """
 
-    lists: BlockList
+    work: Tensor
+    indices: Tensor
+    rule_ids: Tensor
     rules: Tensor
-    first: Tensor
-    ahead: Tensor
     block: int
     num_lists: int
     most: int
@@ -69,12 +70,14 @@ def _rows_of(pattern: Pattern, rows: tuple[tuple[int, int], ...], block: int, de
         width = max(table.shape[1] for table in rules)
         nothing = torch.tensor(NOTHING, dtype=torch.int32)
         table = torch.cat([torch.cat((t, nothing.expand(len(t), width - t.shape[1], 5)), dim=1) for t in rules])
-        first = torch.tensor([at[key] for key in rows], dtype=torch.int32)
+        first = torch.tensor([at[key] for key in rows])
+        ends = torch.stack((lists.offsets[:-1], lists.splits, lists.offsets[1:]), dim=1).unflatten(0, (-1, num_lists))
+        heads = torch.tensor(ahead, dtype=torch.int32)[:, None, None].expand(-1, num_lists, 1)
         return CacheRows(
-            lists=BlockList(*(x.to(device) for x in lists.tensors())),
+            work=torch.cat((heads, ends), dim=2)[first].flatten(0, 1).to(device),
+            indices=lists.indices.to(device),
+            rule_ids=lists.rule_ids.to(device),
             rules=table.to(device),
-            first=(first * num_lists).to(device),
-            ahead=torch.tensor(ahead, dtype=torch.int32)[first].to(device),
             block=block,
             num_lists=num_lists,
             most=int(lists.offsets.diff().max()),

@@ -108,7 +108,7 @@ def attend(
         out, lse = attend(q, k, v, layout, extras, backend, return_lse=True, parts=parts)
         assert lse is not None
         return with_sinks(out, lse, sinks)
-    chosen = choose(backend, request_of(q, k, layout, extras, return_lse=return_lse))
+    chosen = choose(backend, request_of(q, k, layout, extras, return_lse=return_lse, backend=backend))
     if extras.dropout_p > 0.0:
         extras = extras._replace(seed=torch.randint(2**31, (), device=q.device))
     if hasattr(chosen, "attention"):  # differentiable as it is
@@ -117,9 +117,11 @@ def attend(
         return chosen.attention(q, k, v, layout, extras)
     training = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     _refuse_forward_mode(q, k, v)
-    flattened = _flattened((layout, *parts), chosen, training)  # and what the backend wants at hand is made
     if not nobody_looks_on(q, k, v):
-        return _forward(q, k, v, *flattened, *extras, chosen.name)
+        return _forward(q, k, v, *_flattened((layout, *parts), chosen, training), *extras, chosen.name)
+    if getattr(chosen, "ordered", False):
+        for each in (layout, *parts):
+            each.order(by_key=training)
     if not training:
         return chosen.forward(q, k, v, layout, extras)
     return _Attention.apply(q, k, v, (layout, *parts), extras, chosen)
@@ -231,7 +233,7 @@ def _gradients(
 
 def _refuse_forward_mode(*tensors: Tensor) -> None:
     """PyTorch would drop the tangents of an operator that has no formula for them, and say nothing."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or torch.autograd.forward_ad._current_level < 0:
         return
     if any(torch.autograd.forward_ad.unpack_dual(x).tangent is not None for x in tensors):
         raise RuntimeError("attention has no forward-mode derivative; use backend='reference' for it")

@@ -44,7 +44,7 @@ class Explanation:
         return "\n".join(f"{mark[name]} {name:{width}}  {reason}" for name, reason in self.reasons.items())
 
 
-def request_of(q: Tensor, k: Tensor, layout: BlockLayout, extras: Extras, *, return_lse: bool) -> Request:
+def request_of(q: Tensor, k: Tensor, layout: BlockLayout, extras: Extras, *, return_lse: bool, backend: str) -> Request:
     return Request(
         device=q.device,
         dtype=q.dtype,
@@ -55,6 +55,7 @@ def request_of(q: Tensor, k: Tensor, layout: BlockLayout, extras: Extras, *, ret
         dropout=extras.dropout_p > 0.0,
         masked=extras.key_padding_mask is not None or extras.document_ids is not None,
         shaped=extras.shaped,
+        named=backend != "auto",
         return_lse=return_lse,
     )
 
@@ -69,7 +70,7 @@ def choose(backend: str, request: Request) -> ModuleType:
     """The backend that was named, or the first that can run. A named one that cannot is an error, never replaced."""
     if check_backend(backend) == "auto":
         return next(b for b in ORDERED if b.can_run(request)[0])
-    ok, reason = BY_NAME[backend].can_run(replace(request, named=True))
+    ok, reason = BY_NAME[backend].can_run(request)
     if not ok:
         raise ValueError(f"backend {backend!r} cannot run this call: {reason}")
     return BY_NAME[backend]
@@ -112,7 +113,7 @@ def explain(
         sinks=sinks,
         return_lse=return_lse,
     )
-    request = request_of(q, k, layout, extras, return_lse=return_lse or sinks is not None)
+    request = request_of(q, k, layout, extras, return_lse=return_lse or sinks is not None, backend=backend)
     chosen = choose(backend, request).name
     reasons = {}
     for name, module in BY_NAME.items():
