@@ -6,9 +6,10 @@
 A row has a cache of some length, random active blocks of 128 tokens (and the newest), batch 1 and, on a GPU, 8. Dense
 is PyTorch's `scaled_dot_product_attention` over the whole cache (on a GPU flash decoding: it splits the keys).
 Bandwidth is the bytes of the active keys and values ÷ time; the copy limit is that of a copy of all keys, both ways
-counted, and beside it that of a kernel that moves as many bytes as the active keys and values are. On a GPU times are those of CUDA graphs, and of calls from Python beside them. Contenders take turns. Before a
-row is timed its output is compared with float64 attention over the keys that it sees; a wrong one ends the run with
-exit status 1. Writes --out (benchmarks/results/decode_cpu.json or decode_gpu.json).
+counted, and beside it that of a kernel that moves as many bytes as the active keys and values are. On a GPU times are
+those of CUDA graphs, and of calls from Python beside them. Contenders take turns. Before a row is timed its output is
+compared with float64 attention over the keys that it sees; a wrong one ends the run with exit status 1. Writes --out
+(benchmarks/results/decode_cpu.json or decode_gpu.json).
 """
 
 from __future__ import annotations
