@@ -26,9 +26,8 @@ class Configs(NamedTuple):
 
 # The warp-specialised kernels, by head dimension: keys a tile, how many query tiles and key tiles are in flight;
 HOPPER_FORWARD = {64: (128, 2, 3), 128: (128, 2, 2)}
-# rows of a streamed tile, how many are in flight, and whether tiles are dealt out there and back (measured, not
-# understood: at D=128 that costs 10 % on random blocks, at D=64 it gains 4 %).
-HOPPER_BACKWARD = {64: (128, 2, True), 128: (64, 3, False)}
+# rows of a streamed tile, and how many are in flight.
+HOPPER_BACKWARD = {64: (128, 2), 128: (64, 3)}
 
 # The plain ones, by padded head dimension (the next of these is taken), for 16-bit numbers. 64 and 128 are measured on
 # an H200, 32 and 256 are not.

@@ -10,6 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from .common import counted, kept, list_of, log_times, pairs_allowed
+from .dealing import turns_of
 from .forward import VARYING
 from .hopper_forward import (
     BYTES,
@@ -20,10 +21,8 @@ from .hopper_forward import (
     as_block,
     in_class,
     load_block,
-    tile_number,
     tile_of,
     token_of,
-    turns_of,
 )
 
 
@@ -41,7 +40,7 @@ def _row_of(sample, head, block, start, split, stop, offsets, splits, num_blocks
 def _fetch(
     own_a, own_b, stream_a, stream_b, of_rows, buffers, barriers, lists, steps,
     D: gl.constexpr, OWN_BLOCK: gl.constexpr, BLOCK: gl.constexpr, STREAM: gl.constexpr, RING: gl.constexpr,
-    OWN_LISTS: gl.constexpr, OF_KEYS: gl.constexpr, DILATED: gl.constexpr, SNAKE: gl.constexpr,
+    OWN_LISTS: gl.constexpr, OF_KEYS: gl.constexpr, DILATED: gl.constexpr,
 ):  # fmt: skip
     own_buffers_a, own_buffers_b, stream_buffers_a, stream_buffers_b, lse_buffers, delta_buffers = buffers
     own_ready, own_empty, ready, empty = barriers
@@ -53,11 +52,12 @@ def _fetch(
     tile_heads = heads // group if OF_KEYS else heads
     PER: gl.constexpr = BLOCK // STREAM
     step = 0
-    for turn in range(turns_of(total, SNAKE)):
+    for turn in range(turns_of(total, num_blocks * (OWN_BLOCK // TILE))):
         # A tile of keys is walked by every query head of its key head, a tile of queries by its key head alone.
         first_list_head = group if OF_KEYS else 1
         sample, head, residue, own, block, start, split, stop = tile_of(
-            tile_number(turn, SNAKE),
+            turn,
+            total,
             work,
             tile_heads,
             num_blocks,
@@ -129,7 +129,7 @@ def _compute_dkv(
     WHO: gl.constexpr, dk, dv, buffers, barriers, masks, lists, numbers,
     D: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, STREAM: gl.constexpr, RING: gl.constexpr,
     FLIP: gl.constexpr, NAMED: gl.constexpr, SINGLE: gl.constexpr, DOCUMENTS: gl.constexpr, PADDING: gl.constexpr,
-    DOCUMENT_IDS: gl.constexpr, DROPOUT: gl.constexpr, DILATED: gl.constexpr, SNAKE: gl.constexpr,
+    DOCUMENT_IDS: gl.constexpr, DROPOUT: gl.constexpr, DILATED: gl.constexpr,
     OWN_LISTS: gl.constexpr,
 ):  # fmt: skip
     k_buffers, v_buffers, q_buffers, g_buffers, lse_buffers, delta_buffers = buffers
@@ -151,9 +151,10 @@ def _compute_dkv(
     nothing = gl.zeros([ROWS, STREAM], gl.float32, SCORES)
     k, v = k_buffers.index(WHO), v_buffers.index(WHO)
     step = 0
-    for turn in range(turns_of(total, SNAKE)):
+    for turn in range(turns_of(total, num_blocks * (BLOCK_K // TILE))):
         sample, key_head, residue, own, block, start, split, stop = tile_of(
-            tile_number(turn, SNAKE),
+            turn,
+            total,
             work,
             heads_kv,
             num_blocks,
@@ -241,7 +242,7 @@ def _compute_dq(
     WHO: gl.constexpr, dq, lse, delta, buffers, barriers, masks, lists, numbers,
     D: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, STREAM: gl.constexpr, RING: gl.constexpr,
     FLIP: gl.constexpr, NAMED: gl.constexpr, SINGLE: gl.constexpr, DOCUMENTS: gl.constexpr, PADDING: gl.constexpr,
-    DOCUMENT_IDS: gl.constexpr, DROPOUT: gl.constexpr, DILATED: gl.constexpr, SNAKE: gl.constexpr,
+    DOCUMENT_IDS: gl.constexpr, DROPOUT: gl.constexpr, DILATED: gl.constexpr,
 ):  # fmt: skip
     q_buffers, g_buffers, k_buffers, v_buffers, lse_buffers, delta_buffers = buffers
     own_ready, own_empty, ready, empty = barriers
@@ -261,9 +262,10 @@ def _compute_dq(
     nothing = gl.zeros([ROWS, STREAM], gl.float32, SCORES)
     q, grad = q_buffers.index(WHO), g_buffers.index(WHO)
     step = 0
-    for turn in range(turns_of(total, SNAKE)):
+    for turn in range(turns_of(total, num_blocks * (BLOCK_Q // TILE))):
         sample, head, residue, own, _, start, split, stop = tile_of(
-            tile_number(turn, SNAKE),
+            turn,
+            total,
             work,
             heads,
             num_blocks,
@@ -345,7 +347,7 @@ def backward_kernel(
     D: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, STREAM: gl.constexpr, RING: gl.constexpr,
     FLIP: gl.constexpr, NAMED: gl.constexpr, SINGLE: gl.constexpr, DOCUMENTS: gl.constexpr, PADDING: gl.constexpr,
     DOCUMENT_IDS: gl.constexpr, DROPOUT: gl.constexpr, DILATED: gl.constexpr, OWN_LISTS: gl.constexpr,
-    OF_KEYS: gl.constexpr, SNAKE: gl.constexpr,
+    OF_KEYS: gl.constexpr,
 ):  # fmt: skip
     """dk and dv (OF_KEYS; the lists are those by key) or dq.
 
@@ -380,29 +382,29 @@ def backward_kernel(
         gl.warp_specialize([
             (_compute_dkv, (
                 0, dk, dv, buffers, barriers, masks, lists, numbers, D, BLOCK_Q, BLOCK_K, STREAM, RING,
-                FLIP, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS, DROPOUT, DILATED, SNAKE, OWN_LISTS,
+                FLIP, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS, DROPOUT, DILATED, OWN_LISTS,
             )),
             (_compute_dkv, (
                 1, dk, dv, buffers, barriers, masks, lists, numbers, D, BLOCK_Q, BLOCK_K, STREAM, RING,
-                FLIP, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS, DROPOUT, DILATED, SNAKE, OWN_LISTS,
+                FLIP, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS, DROPOUT, DILATED, OWN_LISTS,
             )),
             (_fetch, (
                 k, v, q, grad, of_rows, buffers, barriers, lists, (k_step, v_step, q_step, g_step),
-                D, BLOCK_K, BLOCK_Q, STREAM, RING, OWN_LISTS, True, DILATED, SNAKE,
+                D, BLOCK_K, BLOCK_Q, STREAM, RING, OWN_LISTS, True, DILATED,
             )),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (_compute_dq, (
                 0, dq, lse, delta, buffers, barriers, masks, lists, numbers, D, BLOCK_Q, BLOCK_K, STREAM, RING,
-                FLIP, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS, DROPOUT, DILATED, SNAKE,
+                FLIP, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS, DROPOUT, DILATED,
             )),
             (_compute_dq, (
                 1, dq, lse, delta, buffers, barriers, masks, lists, numbers, D, BLOCK_Q, BLOCK_K, STREAM, RING,
-                FLIP, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS, DROPOUT, DILATED, SNAKE,
+                FLIP, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS, DROPOUT, DILATED,
             )),
             (_fetch, (
                 q, grad, k, v, of_rows, buffers, barriers, lists, (q_step, g_step, k_step, v_step),
-                D, BLOCK_Q, BLOCK_K, STREAM, RING, False, False, DILATED, SNAKE,
+                D, BLOCK_Q, BLOCK_K, STREAM, RING, False, False, DILATED,
             )),
         ], [4, 1], [240, 24])  # fmt: skip

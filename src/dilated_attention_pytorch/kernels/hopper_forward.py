@@ -28,6 +28,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .binding import MOST
 from .common import counted, kept, key_bounds, list_of, load_work, log_times, pairs_allowed
+from .dealing import tile_dealt, turns_of
 from .forward import VARYING
 
 PLAIN_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
@@ -109,32 +110,14 @@ def token_of(row, residue, classes, DILATED: gl.constexpr):
 
 
 @gluon.jit
-def turns_of(total, SNAKE: gl.constexpr):
-    """How many tiles a program takes."""
-    turns = total // gl.num_programs(0)
-    return turns + (tile_number(turns, SNAKE) < total).to(gl.int32)
-
-
-@gluon.jit
-def tile_number(turn, SNAKE: gl.constexpr):
-    """Which tile a program takes. Dealt out there and back again (SNAKE), who got the longest of one round gets the
-    shortest of the next."""
-    programs, seat = gl.num_programs(0), gl.program_id(0)
-    if SNAKE:
-        seat = gl.where(turn % 2 == 0, seat, programs - 1 - seat)
-    return turn * programs + seat
-
-
-@gluon.jit
 def tile_of(
-    t, work, heads, num_blocks, classes, lists_a_sample, heads_a_list, list_heads,
+    turn, total, work, heads, num_blocks, classes, lists_a_sample, heads_a_list, list_heads,
     BLOCK: gl.constexpr, DILATED: gl.constexpr,
 ):  # fmt: skip
-    """Sample, head, class and first row in it, block and list of tile `t`; the list is that of query head
+    """Sample, head, class and first row in it, block and list of the tile of a turn; the list is that of query head
     `head · list_heads`."""
     TILES: gl.constexpr = BLOCK // TILE
-    num_tiles = num_blocks * TILES
-    place, which = t % num_tiles, t // num_tiles
+    place, which = tile_dealt(turn, total, num_blocks * TILES)
     sample, head = which // heads, which % heads
     rows_before = list_of(sample, head * list_heads, lists_a_sample, heads_a_list) * num_blocks
     block, start, split, stop = load_work(work, rows_before + place // TILES)
@@ -152,17 +135,16 @@ def _fetch(
     indices, work, heads, group, num_blocks, lists_a_sample, heads_a_list, total, classes, walked, steps = lists
     q_step, k_step, v_step = steps
     PER: gl.constexpr = BLOCK_K // TILE_K
-    step, turns = 0, turns_of(total, True)
+    step, turns = 0, turns_of(total, num_blocks * (BLOCK_Q // TILE))
     sample, head, residue, query, _, start, _, stop = tile_of(
-        gl.program_id(0), work, heads, num_blocks, classes, lists_a_sample, heads_a_list, 1, BLOCK_Q, DILATED
+        0, total, work, heads, num_blocks, classes, lists_a_sample, heads_a_list, 1, BLOCK_Q, DILATED
     )
     block = gl.load(indices + start, mask=start < stop, other=0)
     for turn in range(turns):
         # Reading lists takes as long as a block of work: the next tile and the next block are asked for in time.
         next_sample, next_head, next_residue, next_query, _, next_start, _, next_stop = tile_of(
-            gl.minimum(tile_number(turn + 1, True), total - 1), work, heads, num_blocks, classes, lists_a_sample,
-            heads_a_list, 1, BLOCK_Q, DILATED,
-        )  # fmt: skip
+            turn + 1, total, work, heads, num_blocks, classes, lists_a_sample, heads_a_list, 1, BLOCK_Q, DILATED
+        )
         place = turn % Q_RING
         mbarrier.wait(q_empty.index(place), (turn // Q_RING & 1) ^ 1)
         mbarrier.expect(q_ready.index(place), TILE * D * BYTES)
@@ -217,9 +199,9 @@ def _compute(
     lane = gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
     key_lane = gl.arange(0, TILE_K, gl.SliceLayout(0, SCORES))
 
-    step, issued, turns = 0, 0, turns_of(total, True)
+    step, issued, turns = 0, 0, turns_of(total, num_blocks * (BLOCK_Q // TILE))
     sample, head, residue, query_from, _, start, split, stop = tile_of(
-        gl.program_id(0), work, heads, num_blocks, classes, lists_a_sample, heads_a_list, 1, BLOCK_Q, DILATED
+        0, total, work, heads, num_blocks, classes, lists_a_sample, heads_a_list, 1, BLOCK_Q, DILATED
     )
     mbarrier.wait(q_ready.index(0), 0)
     mbarrier.wait(k_ready.index(0), 0)
@@ -229,9 +211,8 @@ def _compute(
     for turn in range(turns):
         # What the next tile is: asked for now, read when this one is done.
         next_sample, next_head, next_residue, next_query, _, next_start, next_split, next_stop = tile_of(
-            gl.minimum(tile_number(turn + 1, True), total - 1), work, heads, num_blocks, classes, lists_a_sample,
-            heads_a_list, 1, BLOCK_Q, DILATED,
-        )  # fmt: skip
+            turn + 1, total, work, heads, num_blocks, classes, lists_a_sample, heads_a_list, 1, BLOCK_Q, DILATED
+        )
         q = q_buffers.index(turn % Q_RING * 2 + WHO)
         row = token_of(query_from + WHO * ROWS + lane, residue, classes, DILATED)
         query = gl.expand_dims(row, 1)

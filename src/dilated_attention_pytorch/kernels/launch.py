@@ -17,6 +17,7 @@ from ..layout import BlockLayout
 from . import binding
 from .backward import dkv_kernel, dq_kernel, rows_kernel
 from .configs import FEW_ROWS, HOPPER_BACKWARD, HOPPER_FORWARD, Config, Configs, configs, for_rows
+from .dealing import num_programs
 from .forward import forward_kernel
 
 INTERPRETED = triton.knobs.runtime.interpret
@@ -178,10 +179,11 @@ class Call:
         layout = self.layout
         tile_k, q_ring, kv_ring = HOPPER_FORWARD[self.head_dim]
         tile_k = min(tile_k, layout.block_k)
-        total = layout.num_q_blocks * (layout.block_q // 128) * self.batch * self.heads
+        num_tiles = layout.num_q_blocks * (layout.block_q // 128)
+        total = num_tiles * self.batch * self.heads
         described = self._described((self.q, self.k, self.v, out), (64, tile_k, tile_k, 64))
         binding.launch(
-            hopper_forward.forward_kernel, (min(total, num_processors(self.q.device)),),
+            hopper_forward.forward_kernel, (num_programs(total, num_tiles, num_processors(self.q.device)),),
             (*described, lse, *self._by_query(), *self.masks),
             (*self.sizes, layout.num_q_blocks, *self.list_sizes, total, layout.num_k_blocks // layout.classes,
              *(x.stride(1) for x in (self.q, self.k, self.v)), self.units, *self.dropout),
@@ -192,25 +194,26 @@ class Call:
         self, do: Tensor, of_rows: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, *, of_keys: bool
     ) -> None:
         layout = self.layout
-        stream, ring, snake = HOPPER_BACKWARD[self.head_dim]
+        stream, ring = HOPPER_BACKWARD[self.head_dim]
         stream = min(stream, layout.block_q if of_keys else layout.block_k)
         if of_keys:
             lists, work = layout.by_key, layout.key_work
             num_blocks, walked = layout.num_k_blocks, layout.num_q_blocks
-            total = num_blocks * (layout.block_k // 128) * self.batch * self.heads_kv
+            num_tiles, heads = num_blocks * (layout.block_k // 128), self.heads_kv
         else:
             lists, work = layout.by_query, layout.query_work
             num_blocks, walked = layout.num_q_blocks, layout.num_k_blocks
-            total = num_blocks * (layout.block_q // 128) * self.batch * self.heads
+            num_tiles, heads = num_blocks * (layout.block_q // 128), self.heads
+        total = num_tiles * self.batch * heads
         of_q, of_k = (stream, 64) if of_keys else (64, stream)
         inputs = (self.q, self.k, self.v, do)
         binding.launch(
-            hopper_backward.backward_kernel, (min(total, num_processors(self.q.device)),),
+            hopper_backward.backward_kernel, (num_programs(total, num_tiles, num_processors(self.q.device)),),
             (*self._described(inputs, (of_q, of_k, of_k, of_q)), hopper_forward.describe_rows(of_rows, stream),
              of_rows[0], of_rows[1], dq, dk, dv, *lists.tensors(), work, *self.masks),
             (self.batch, *self.sizes, num_blocks, *self.list_sizes, total, walked // layout.classes,
              *(x.stride(1) for x in inputs), self.units, self.scale, *self.dropout),
-            **self._hopper_flags(), STREAM=stream, RING=ring, OWN_LISTS=self.own_lists, OF_KEYS=of_keys, SNAKE=snake,
+            **self._hopper_flags(), STREAM=stream, RING=ring, OWN_LISTS=self.own_lists, OF_KEYS=of_keys,
             num_warps=4, maxnreg=168,
         )  # fmt: skip
 
