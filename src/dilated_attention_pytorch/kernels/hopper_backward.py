@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from .common import counted, kept, list_of, log_times, pairs_allowed
+from .common import counted, list_of, log_times, pairs_allowed
 from .dealing import turns_of
 from .forward import VARYING
 from .hopper_forward import (
@@ -129,17 +129,17 @@ def _compute_dkv(
     WHO: gl.constexpr, dk, dv, buffers, barriers, masks, lists, numbers,
     D: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, STREAM: gl.constexpr, RING: gl.constexpr,
     FLIP: gl.constexpr, NAMED: gl.constexpr, SINGLE: gl.constexpr, DOCUMENTS: gl.constexpr, PADDING: gl.constexpr,
-    DOCUMENT_IDS: gl.constexpr, DROPOUT: gl.constexpr, DILATED: gl.constexpr,
+    DOCUMENT_IDS: gl.constexpr, DILATED: gl.constexpr,
     OWN_LISTS: gl.constexpr,
 ):  # fmt: skip
     k_buffers, v_buffers, q_buffers, g_buffers, lse_buffers, delta_buffers = buffers
     own_ready, own_empty, ready, empty = barriers
-    rule_ids, rules, documents, branches, padding, document_ids, seed = masks
+    rule_ids, rules, documents, branches, padding, document_ids = masks
     (
         offsets, splits, indices, work, batch, heads, group, num_blocks, lists_a_sample, heads_a_list,
         total, classes, walked,
     ) = lists  # fmt: skip
-    seq_q, seq_k, num_intervals, num_branches, scale, scale_out, threshold, keep_scale = numbers
+    seq_q, seq_k, num_intervals, num_branches, scale, scale_out = numbers
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STREAM, 16])  # keys × queries
     GRADS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, GRADS, 2)
@@ -185,7 +185,7 @@ def _compute_dkv(
                 for i in range(low, high):
                     place = step % RING
                     # Asked for now, read when the scores are there.
-                    if MASKED or PADDING or DOCUMENT_IDS or DROPOUT:
+                    if MASKED or PADDING or DOCUMENT_IDS:
                         of_query, row = in_class(gl.load(indices + begin + i // PER), walked, DILATED)
                         row = row * BLOCK_Q + i % PER * STREAM + query_lane
                         query = gl.expand_dims(token_of(row, of_query, classes, DILATED), 0)
@@ -214,16 +214,10 @@ def _compute_dkv(
                             MASKED, False, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS,
                         )  # fmt: skip
                         weights = gl.where(seen, weights, 0.0)
-                    dropped = weights
-                    if DROPOUT:
-                        stays = kept(seed, sample * heads + head, query, key, threshold)
-                        dropped = gl.where(stays, weights * keep_scale, 0.0)
-                    operand = gl.convert_layout(dropped.to(dtype), OPERAND)
+                    operand = gl.convert_layout(weights.to(dtype), OPERAND)
                     row_delta = as_row(delta_buffers.index(place)).load(gl.SliceLayout(0, SCORES))
                     dweights = warpgroup_mma_wait(0, deps=[of_dweights])
                     of_dvalues = warpgroup_mma(operand, grad, dvalues, is_async=True)
-                    if DROPOUT:
-                        dweights = gl.where(stays, dweights * keep_scale, 0.0)
                     dscores = weights * (dweights - gl.expand_dims(row_delta, 0))
                     of_dkeys = warpgroup_mma(gl.convert_layout(dscores.to(dtype), OPERAND), q, dkeys, is_async=True)
                     dvalues, dkeys = warpgroup_mma_wait(0, deps=[of_dvalues, of_dkeys])
@@ -242,16 +236,16 @@ def _compute_dq(
     WHO: gl.constexpr, dq, lse, delta, buffers, barriers, masks, lists, numbers,
     D: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, STREAM: gl.constexpr, RING: gl.constexpr,
     FLIP: gl.constexpr, NAMED: gl.constexpr, SINGLE: gl.constexpr, DOCUMENTS: gl.constexpr, PADDING: gl.constexpr,
-    DOCUMENT_IDS: gl.constexpr, DROPOUT: gl.constexpr, DILATED: gl.constexpr,
+    DOCUMENT_IDS: gl.constexpr, DILATED: gl.constexpr,
 ):  # fmt: skip
     q_buffers, g_buffers, k_buffers, v_buffers, lse_buffers, delta_buffers = buffers
     own_ready, own_empty, ready, empty = barriers
-    rule_ids, rules, documents, branches, padding, document_ids, seed = masks
+    rule_ids, rules, documents, branches, padding, document_ids = masks
     (
         offsets, splits, indices, work, batch, heads, group, num_blocks, lists_a_sample, heads_a_list,
         total, classes, walked,
     ) = lists  # fmt: skip
-    seq_q, seq_k, num_intervals, num_branches, scale, scale_out, threshold, keep_scale = numbers
+    seq_q, seq_k, num_intervals, num_branches, scale, scale_out = numbers
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STREAM, 16])  # queries × keys
     GRADS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, GRADS, 2)
@@ -292,7 +286,7 @@ def _compute_dq(
                 low, high = 0, num_full
             for i in range(low, high):
                 place = step % RING
-                if MASKED or PADDING or DOCUMENT_IDS or DROPOUT:
+                if MASKED or PADDING or DOCUMENT_IDS:
                     of_key, key_row = in_class(gl.load(indices + start + i // PER), walked, DILATED)
                     key_row = key_row * BLOCK_K + i % PER * STREAM + key_lane
                     key = gl.expand_dims(token_of(key_row, of_key, classes, DILATED), 0)
@@ -322,9 +316,6 @@ def _compute_dq(
                     )  # fmt: skip
                     weights = gl.where(seen, weights, 0.0)
                 dweights = warpgroup_mma_wait(0, deps=[of_dweights])
-                if DROPOUT:
-                    stays = kept(seed, sample * heads + head, query, key, threshold)
-                    dweights = gl.where(stays, dweights * keep_scale, 0.0)
                 dscores = weights * (dweights - gl.expand_dims(row_delta, 1))
                 of_dqueries = warpgroup_mma(gl.convert_layout(dscores.to(dtype), OPERAND), k, dqueries, is_async=True)
                 dqueries = warpgroup_mma_wait(0, deps=[of_dqueries])
@@ -340,13 +331,13 @@ def _compute_dq(
 @gluon.jit(do_not_specialize=[*VARYING, *VARYING_STEPS])
 def backward_kernel(
     q, k, v, grad, of_rows, lse, delta, dq, dk, dv,
-    offsets, splits, indices, rule_ids, work, rules, documents, branches, padding, document_ids, seed,
+    offsets, splits, indices, rule_ids, work, rules, documents, branches, padding, document_ids,
     batch, heads, group, seq_q, seq_k, num_blocks, lists_a_sample, heads_a_list, num_intervals, num_branches, classes,
     total, walked, q_step, k_step, v_step, g_step,
-    scale, scale_out, threshold, keep_scale,
+    scale, scale_out,
     D: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, STREAM: gl.constexpr, RING: gl.constexpr,
     FLIP: gl.constexpr, NAMED: gl.constexpr, SINGLE: gl.constexpr, DOCUMENTS: gl.constexpr, PADDING: gl.constexpr,
-    DOCUMENT_IDS: gl.constexpr, DROPOUT: gl.constexpr, DILATED: gl.constexpr, OWN_LISTS: gl.constexpr,
+    DOCUMENT_IDS: gl.constexpr, DILATED: gl.constexpr, OWN_LISTS: gl.constexpr,
     OF_KEYS: gl.constexpr,
 ):  # fmt: skip
     """dk and dv (OF_KEYS; the lists are those by key) or dq.
@@ -372,21 +363,21 @@ def backward_kernel(
         mbarrier.init(empty.index(i), count=2)
     buffers = (own_buffers_a, own_buffers_b, stream_buffers_a, stream_buffers_b, lse_buffers, delta_buffers)
     barriers = (own_ready, own_empty, ready, empty)
-    masks = (rule_ids, rules, documents, branches, padding, document_ids, seed)
+    masks = (rule_ids, rules, documents, branches, padding, document_ids)
     lists = (
         offsets, splits, indices, work, batch, heads, group, num_blocks, lists_a_sample, heads_a_list,
         total, classes, walked,
     )  # fmt: skip
-    numbers = (seq_q, seq_k, num_intervals, num_branches, scale, scale_out, threshold, keep_scale)
+    numbers = (seq_q, seq_k, num_intervals, num_branches, scale, scale_out)
     if OF_KEYS:
         gl.warp_specialize([
             (_compute_dkv, (
                 0, dk, dv, buffers, barriers, masks, lists, numbers, D, BLOCK_Q, BLOCK_K, STREAM, RING,
-                FLIP, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS, DROPOUT, DILATED, OWN_LISTS,
+                FLIP, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS, DILATED, OWN_LISTS,
             )),
             (_compute_dkv, (
                 1, dk, dv, buffers, barriers, masks, lists, numbers, D, BLOCK_Q, BLOCK_K, STREAM, RING,
-                FLIP, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS, DROPOUT, DILATED, OWN_LISTS,
+                FLIP, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS, DILATED, OWN_LISTS,
             )),
             (_fetch, (
                 k, v, q, grad, of_rows, buffers, barriers, lists, (k_step, v_step, q_step, g_step),
@@ -397,11 +388,11 @@ def backward_kernel(
         gl.warp_specialize([
             (_compute_dq, (
                 0, dq, lse, delta, buffers, barriers, masks, lists, numbers, D, BLOCK_Q, BLOCK_K, STREAM, RING,
-                FLIP, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS, DROPOUT, DILATED,
+                FLIP, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS, DILATED,
             )),
             (_compute_dq, (
                 1, dq, lse, delta, buffers, barriers, masks, lists, numbers, D, BLOCK_Q, BLOCK_K, STREAM, RING,
-                FLIP, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS, DROPOUT, DILATED,
+                FLIP, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS, DILATED,
             )),
             (_fetch, (
                 q, grad, k, v, of_rows, buffers, barriers, lists, (q_step, g_step, k_step, v_step),

@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .binding import MOST
-from .common import counted, kept, key_bounds, list_of, load_work, log_times, pairs_allowed
+from .common import counted, key_bounds, list_of, load_work, log_times, pairs_allowed
 from .dealing import tile_dealt, turns_of
 from .forward import VARYING
 
@@ -181,13 +181,13 @@ def _compute(
     D: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, TILE_K: gl.constexpr,
     Q_RING: gl.constexpr, KV_RING: gl.constexpr, FLIP: gl.constexpr,
     NAMED: gl.constexpr, SINGLE: gl.constexpr, DOCUMENTS: gl.constexpr, PADDING: gl.constexpr,
-    DOCUMENT_IDS: gl.constexpr, DROPOUT: gl.constexpr, DILATED: gl.constexpr,
+    DOCUMENT_IDS: gl.constexpr, DILATED: gl.constexpr,
 ):  # fmt: skip
     q_buffers, k_buffers, v_buffers = buffers
     q_ready, q_empty, k_ready, k_empty, v_ready, v_empty = barriers
-    rule_ids, rules, documents, branches, padding, document_ids, seed = masks
+    rule_ids, rules, documents, branches, padding, document_ids = masks
     indices, work, heads, group, num_blocks, lists_a_sample, heads_a_list, total, classes, walked, _ = lists
-    seq_q, seq_k, num_intervals, num_branches, scale, threshold, keep_scale = numbers
+    seq_q, seq_k, num_intervals, num_branches, scale = numbers
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_K, 16])
     MIXED: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, MIXED, 2)
@@ -243,10 +243,6 @@ def _compute(
         base = gl.where(top == float("-inf"), 0.0, top)
         weights = gl.exp2(scores * scale - gl.expand_dims(base - raised, 1))
         sums = gl.sum(weights, 1)
-        if DROPOUT:
-            key = gl.expand_dims(_keys(indices, start, stop, 0, key_lane, walked, classes, BLOCK_K, TILE_K, DILATED), 0)
-            stays = kept(seed, sample * heads + head, query, key, threshold)
-            weights = gl.where(stays, weights * keep_scale, 0.0)
         operand = gl.convert_layout(weights.to(dtype), WEIGHTS)
         if turn > 0:  # by now the tile before has left its buffer
             tma.store_wait(0)
@@ -259,7 +255,7 @@ def _compute(
                 begin, end = 1, num_full
             for i in range(begin, end):
                 here, before = step + i, step + i - 1
-                if MASKED or HIDES or DROPOUT:  # asked for now, read when the scores are there
+                if MASKED or HIDES:  # asked for now, read when the scores are there
                     key = gl.expand_dims(
                         _keys(indices, start, stop, i, key_lane, walked, classes, BLOCK_K, TILE_K, DILATED), 0
                     )
@@ -295,9 +291,6 @@ def _compute(
                 weights = gl.exp2(scores * scale - gl.expand_dims(base, 1))
                 sums = sums * shrink + gl.sum(weights, 1)
                 top = new_top
-                if DROPOUT:
-                    stays = kept(seed, sample * heads + head, query, key, threshold)
-                    weights = gl.where(stays, weights * keep_scale, 0.0)
                 mixed, operand = warpgroup_mma_wait(0, deps=[of_mixed, operand])
                 mbarrier.arrive(v_empty.index(place_before), count=1)
                 operand = gl.convert_layout(weights.to(dtype), WEIGHTS)
@@ -376,14 +369,14 @@ VARYING_STEPS = ("total", "batch", "walked", "q_step", "k_step", "v_step", "g_st
 @gluon.jit(do_not_specialize=[*VARYING, *VARYING_STEPS])
 def forward_kernel(
     q, k, v, out, lse,
-    indices, rule_ids, work, rules, documents, branches, padding, document_ids, seed,
+    indices, rule_ids, work, rules, documents, branches, padding, document_ids,
     heads, group, seq_q, seq_k, num_blocks, lists_a_sample, heads_a_list, num_intervals, num_branches, classes,
     total, walked, q_step, k_step, v_step,
-    scale, threshold, keep_scale,
+    scale,
     D: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, TILE_K: gl.constexpr,
     Q_RING: gl.constexpr, KV_RING: gl.constexpr, FLIP: gl.constexpr,
     NAMED: gl.constexpr, SINGLE: gl.constexpr, DOCUMENTS: gl.constexpr, PADDING: gl.constexpr,
-    DOCUMENT_IDS: gl.constexpr, DROPOUT: gl.constexpr, DILATED: gl.constexpr,
+    DOCUMENT_IDS: gl.constexpr, DILATED: gl.constexpr,
 ):  # fmt: skip
     """`q`, `k`, `v` and `out` are what `describe` makes; `total` is the number of tiles, `walked` that of the key
     blocks of a class, and steps lead from one class to the next."""
@@ -411,18 +404,18 @@ def forward_kernel(
         mbarrier.init(v_empty.index(i), count=2)
     buffers = (q_buffers, k_buffers, v_buffers)
     barriers = (q_ready, q_empty, k_ready, k_empty, v_ready, v_empty)
-    masks = (rule_ids, rules, documents, branches, padding, document_ids, seed)
+    masks = (rule_ids, rules, documents, branches, padding, document_ids)
     steps = (q_step, k_step, v_step)
     lists = (indices, work, heads, group, num_blocks, lists_a_sample, heads_a_list, total, classes, walked, steps)
-    numbers = (seq_q, seq_k, num_intervals, num_branches, scale, threshold, keep_scale)
+    numbers = (seq_q, seq_k, num_intervals, num_branches, scale)
     gl.warp_specialize([
         (_compute, (
             0, out, lse, buffers, barriers, go, masks, lists, numbers, D, BLOCK_Q, BLOCK_K, TILE_K, Q_RING, KV_RING,
-            FLIP, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS, DROPOUT, DILATED,
+            FLIP, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS, DILATED,
         )),
         (_compute, (
             1, out, lse, buffers, barriers, go, masks, lists, numbers, D, BLOCK_Q, BLOCK_K, TILE_K, Q_RING, KV_RING,
-            FLIP, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS, DROPOUT, DILATED,
+            FLIP, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS, DILATED,
         )),
         (_fetch, (q, k, v, buffers, barriers, lists, D, BLOCK_Q, BLOCK_K, TILE_K, Q_RING, KV_RING, DILATED)),
     ], [4, 1], [240, 24])  # fmt: skip
