@@ -239,7 +239,8 @@ def _of_branch(
     first, last = queries.first[rows], queries.last[rows]
     low, high = first.clamp(min=0) // segment, last // segment
     there = (last >= 0) & (first <= last)
-    query_block, at = ragged(rows, low, torch.where(there, high - low + 1, 0))
+    which, at = ragged(low, torch.where(there, high - low + 1, 0), device)
+    query_block = rows[which]
     phase = (at * segment + offset) % shared
     start = at * segment
     kept = ((queries.residue[query_block] + queries.shift) % shared == phase) & (start + offset < keys.seq)
@@ -255,9 +256,9 @@ def _of_branch(
     last_row = (stop - 1 - residue) // classes
     block = row // keys.block
     which, key_row = ragged(
-        torch.arange(len(row), device=device),
         block,
         torch.where(last_row >= row, last_row // keys.block - block + 1, 0),
+        device,
     )
     key_block = residue[which] * keys.per_class + key_row
     alike = inside[which] & (keys.first[key_block] >= start[which]) & (keys.last[key_block] < stop[which])

@@ -3,6 +3,9 @@
 A pattern is first written as a union of terms, each one token interval and any number of block rules that must all
 hold. Every term then lists its candidate blocks for a few rows at a time; lists are intersected and joined by sorting.
 No step looks at pairs of blocks that no rule names.
+
+What concerns whole rows, above all how many blocks each has, is worked out on the host, and the blocks are listed on
+the device. It is waited for only where their number depends on what was listed: in unions and intersections of rules.
 """
 
 from __future__ import annotations
@@ -32,10 +35,11 @@ from ..patterns import (
 )
 from ..patterns.blocks import MASK32, BlockPattern, ceil_div, mix32
 from ..patterns.tokens import EVERYTHING, UNBOUNDED, Interval
-from .rules import NOTHING, key_bounds, moved, num_tokens
+from .lists import BlockList, send
+from .rules import NOTHING, document_bounds
 
 # Candidate blocks handled at a time; bounds the temporary memory of a build.
-CHUNK = 1 << 18
+CHUNK = 1 << 19
 
 # A block's rule is the set of intervals that reach it, so the table has a row for every set.
 MAX_INTERVALS = 6
@@ -123,63 +127,66 @@ def rule_table(intervals: list[Interval]) -> list[list[Interval]]:
 
 @dataclass(frozen=True)
 class Found:
-    """Active blocks of a run of rows, sorted by row (counted within the run) and column. Rule −1 is a full block."""
+    """Active blocks of a run of rows: `row` is 2r for a full block of row r and 2r + 1 for a partial one.
 
-    row: Tensor
+    Where the blocks stand in this order, each of these rows ascending, `count` says how many each has, on the host.
+    """
+
     column: Tensor
-    rule: Tensor
-    num_rows: int
+    row: Tensor | None = None
+    count: Tensor | None = None
 
 
 def find_blocks(
     terms: list[Term],
     intervals: list[Interval],
-    documents: Tensor,
     lengths: tuple[int, int],
     blocks: tuple[int, int],
+    device: torch.device,
+    *,
+    named: int | None = None,
+    starts: tuple[int, ...] = (),
     query_blocks: Tensor | None = None,
-) -> Iterator[Found]:
-    """The active blocks of a union of terms, a few rows at a time, in order.
+) -> Iterator[BlockList]:
+    """The lists of a union of terms, a few rows at a time, in order.
 
     Args:
-        documents: those of the queries that are asked for; says on which device.
-        query_blocks: the rows that are asked for, ascending; all by default. They are counted as they come.
+        named: the number of the first of their rules; None if they have one rule and it goes without saying.
+        starts: of the documents, where a term speaks of them.
+        query_blocks: the rows that are asked for, ascending; all by default.
     """
-    (seq_q, seq_k), (block_q, block_k), device = lengths, blocks, documents.device
+    (seq_q, seq_k), (block_q, block_k) = lengths, blocks
     num_columns = ceil_div(seq_k, block_k)
-    own_q = seq_q if query_blocks is None else num_tokens(query_blocks, block_q, seq_q)
-    place = torch.arange(ceil_div(own_q, block_q), device=device)
-    asked = place if query_blocks is None else query_blocks
-    query_by = (asked - place) * block_q + (own_q - seq_q)
-    tables = [torch.tensor(term.interval, device=device) for term in terms]
+    asked = torch.arange(ceil_div(seq_q, block_q)) if query_blocks is None else query_blocks.cpu()
+    head = asked * block_q + (seq_k - seq_q)
     spans = [
-        Span.of(moved(table, query_by, torch.zeros_like(query_by)), documents, (own_q, seq_k), blocks)
-        for table in tables
+        None if _whole(term, seq_k) else Span.of(term.interval, head, seq_k, blocks, starts) for term in terms
     ]
-    counts = torch.zeros(len(asked), dtype=torch.int64, device=device)
+    counts = torch.zeros_like(asked)
     for term, span in zip(terms, spans, strict=True):
         for rule in term.rules:
             counts += _width(rule, ceil_div(seq_k, rule.block_size)) * (rule.block_size // block_k)
-        if not term.rules:
-            counts += span.count
+        if span is not None and not term.rules:
+            counts += span.last - span.first + 1
     for start, stop in _row_chunks(counts):
-        keys, states = [], []
+        found = []
         for term, span in zip(terms, spans, strict=True):
-            rows = torch.arange(start, stop, device=device)
+            here = None if span is None else span.rows(start, stop)
             if term.rules:
-                key = _all_of([_fine_keys(rule, asked[start:stop], lengths, blocks) for rule in term.rules])
-                row, column = start + key // num_columns, key % num_columns
-                inside = (column >= span.first[row]) & (column <= span.last[row])
-                row, column = row[inside], column[inside]
+                found.append(_of_rules(term.rules, here, asked[start:stop], lengths, blocks, device))
             else:
-                row, column = ragged(rows, span.first[start:stop], span.count[start:stop])
-            full = (column >= span.first_full[row]) & (column <= span.last_full[row])
-            keys.append(row * num_columns + column)
-            states.append(torch.where(full, 0, 1 << intervals.index(term.interval)))
-        key, state = torch.cat(keys), torch.cat(states)
+                found.append(_of_span(here, device))
+        if len(terms) == 1 and named is None and found[0].count is not None:
+            yield BlockList.placed(found[0].column, found[0].count)
+            continue
+        rows = [each.row if each.count is None else _rows_of(each.count, each.column) for each in found]
+        key = torch.cat([row // 2 * num_columns + each.column for row, each in zip(rows, found, strict=True)])
+        bits = (intervals.index(term.interval) for term in terms)
+        state = torch.cat([row % 2 << bit for row, bit in zip(rows, bits, strict=True)])
         if len(terms) > 1:
             key, state = _union(key, state, len(intervals))
-        yield Found(key // num_columns - start, key % num_columns, state - 1, stop - start)
+        rule = None if named is None else state + (named - 1)
+        yield BlockList.pack(key // num_columns, key % num_columns, state > 0, rule, stop - start)
 
 
 def _union(key: Tensor, state: Tensor, num_intervals: int) -> tuple[Tensor, Tensor]:
@@ -195,7 +202,8 @@ def _union(key: Tensor, state: Tensor, num_intervals: int) -> tuple[Tensor, Tens
 
 @dataclass(frozen=True)
 class Span:
-    """For every row of blocks: the columns that an interval touches, and those that it fills; first > last is none.
+    """For every row of blocks: the columns that an interval touches, and those that it fills; last = first − 1 where
+    it touches none, last < first where it fills none.
 
     The first key that a query sees never moves back from one query to the next, nor does the last: so the touched
     columns are one run, and the first and last query of a block decide. A block that reaches beyond the keys is never
@@ -207,43 +215,98 @@ class Span:
     first_full: Tensor
     last_full: Tensor
 
-    @property
-    def count(self) -> Tensor:
-        return (self.last - self.first + 1).clamp(min=0)
-
     @classmethod
-    def of(cls, interval: Tensor, documents: Tensor, lengths: tuple[int, int], blocks: tuple[int, int]) -> Span:
-        """Of an interval [5], or of one for each row [rows, 5]."""
-        (seq_q, seq_k), (block_q, block_k) = lengths, blocks
-        head = torch.arange(0, seq_q, block_q, device=documents.device)
-        tail = (head + (block_q - 1)).clamp(max=seq_q - 1)
-        last_seeing = torch.minimum(tail, interval[..., 3] - 1 - (seq_k - seq_q))
-        head_first, head_last = key_bounds(interval, head, seq_q, seq_k, documents)
-        tail_first, _ = key_bounds(interval, tail, seq_q, seq_k, documents)
-        _, reach = key_bounds(interval, last_seeing.clamp(min=0), seq_q, seq_k, documents)
+    def of(
+        cls, interval: Interval, head: Tensor, seq_k: int, blocks: tuple[int, int], starts: tuple[int, ...] = ()
+    ) -> Span:
+        """Of rows whose first queries have the positions `head`."""
+        block_q, block_k = blocks
+        left, right, key_stop, query_stop, same_document = interval
+        tail = (head + (block_q - 1)).clamp(max=seq_k - 1)
+        last_seeing = tail.clamp(max=query_stop - 1)
+        head_first, tail_first = (head - left).clamp(min=0), (tail - left).clamp(min=0)
+        head_last, reach = ((x + right).clamp(max=min(key_stop, seq_k) - 1) for x in (head, last_seeing))
+        if same_document:
+            (head_start, head_stop), (tail_start, _), (_, stop) = (
+                document_bounds(starts, x) for x in (head, tail, last_seeing)
+            )
+            head_first, tail_first = torch.maximum(head_first, head_start), torch.maximum(tail_first, tail_start)
+            head_last, reach = torch.minimum(head_last, head_stop - 1), torch.minimum(reach, stop - 1)
         touched = (last_seeing >= head) & (reach >= head_first)
         filled = last_seeing == tail
         return cls(
             first=torch.where(touched, head_first // block_k, 0),
             last=torch.where(touched, reach // block_k, -1),
-            first_full=torch.where(filled, (tail_first + block_k - 1) // block_k, 1),
+            first_full=torch.where(filled, (tail_first + (block_k - 1)) // block_k, 1),
             last_full=torch.where(filled, (head_last + 1) // block_k - 1, 0),
         )
+
+    def rows(self, start: int, stop: int) -> Span:
+        return Span(*(x[start:stop] for x in (self.first, self.last, self.first_full, self.last_full)))
+
+
+def _whole(term: Term, seq_k: int) -> bool:
+    """Whether a term is its block rules and nothing else: no token rule, and every block has all its keys."""
+    sizes = [rule.block_size for rule in term.rules]
+    return bool(sizes) and term.interval == EVERYTHING and not any(seq_k % size for size in sizes)
 
 
 def _row_chunks(counts: Tensor) -> list[tuple[int, int]]:
     """Runs of rows with about CHUNK candidates each; a single row may have more."""
     total = counts.cumsum(0)
-    marks = torch.arange(CHUNK, int(total[-1]) + CHUNK, CHUNK, device=counts.device)
+    marks = torch.arange(CHUNK, int(total[-1]) + CHUNK, CHUNK)
     edges = sorted({0, *(torch.searchsorted(total, marks, right=True)).tolist(), len(counts)})
     return list(pairwise(edges))
 
 
-def ragged(rows: Tensor, first: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
-    """For each row the columns first, first + 1, … (`count` of them)."""
-    row = torch.repeat_interleave(rows, count)
-    begin = torch.repeat_interleave(first - (count.cumsum(0) - count), count)
-    return row, begin + torch.arange(len(row), device=rows.device)
+def ragged(first: Tensor, count: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+    """first, first + 1, … (`count` of them), run after run, on a device: the number of the run, and the number."""
+    total = int(count.sum())
+    begin, count = send((first - (count.cumsum(0) - count), count), device)
+    which = torch.repeat_interleave(count, output_size=total)
+    return which, begin.index_select(0, which).add_(torch.arange(total, device=device))
+
+
+def _rows_of(count: Tensor, column: Tensor) -> Tensor:
+    """The row of each column, where each row has so many."""
+    (count,) = send((count,), column.device)
+    return torch.repeat_interleave(count, output_size=len(column))
+
+
+def _of_span(span: Span, device: torch.device) -> Found:
+    """The blocks of an interval: in each row the full ones, then those before and those behind them."""
+    full = (span.last_full - span.first_full + 1).clamp(min=0)
+    first_full = torch.where(full > 0, span.first_full, span.last + 1)
+    before, behind = first_full - span.first, span.last + 1 - first_full - full
+    first = torch.stack((first_full, span.first, first_full + full), dim=1).flatten()
+    _, column = ragged(first, torch.stack((full, before, behind), dim=1).flatten(), device)
+    return Found(column, count=torch.stack((full, before + behind), dim=1).flatten())
+
+
+def _of_rules(
+    rules: tuple[BlockPattern, ...],
+    span: Span | None,
+    rows: Tensor,
+    lengths: tuple[int, int],
+    blocks: tuple[int, int],
+    device: torch.device,
+) -> Found:
+    """The blocks of these rows that every rule names, and the span, if there is one, touches."""
+    lists = [_fine_blocks(rule, rows, lengths, blocks, device) for rule in rules]
+    if span is None and len(lists) == 1:
+        column, count = lists[0]
+        return Found(column, count=torch.stack((count, torch.zeros_like(count)), dim=1).flatten())
+    num_columns = max(ceil_div(lengths[1], rule.block_size) * (rule.block_size // blocks[1]) for rule in rules)
+    key = _all_of([_rows_of(count, column) * num_columns + column for column, count in lists])
+    row, column = key // num_columns, key % num_columns
+    if span is None:
+        return Found(column, row * 2)
+    first, last, first_full, last_full = send((span.first, span.last, span.first_full, span.last_full), device)
+    if bool((span.first > 0).any() | (span.last < num_columns - 1).any()):
+        inside = (column >= first[row]) & (column <= last[row])
+        row, column = row[inside], column[inside]
+    partial = (column < first_full[row]) | (column > last_full[row])
+    return Found(column, row * 2 + partial)
 
 
 def _all_of(lists: list[Tensor]) -> Tensor:
@@ -254,25 +317,23 @@ def _all_of(lists: list[Tensor]) -> Tensor:
     return key[count == len(lists)]
 
 
-def _fine_keys(rule: BlockPattern, rows: Tensor, lengths: tuple[int, int], blocks: tuple[int, int]) -> Tensor:
-    """The blocks of a rule in these rows, as place of the row · columns + column of the layout's own grid; sorted."""
+def _fine_blocks(
+    rule: BlockPattern, rows: Tensor, lengths: tuple[int, int], blocks: tuple[int, int], device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """`_key_blocks` in columns of the layout's own grid, for its own rows. The last may be beyond the keys."""
     (seq_q, seq_k), (block_q, block_k) = lengths, blocks
-    num_columns, fine = ceil_div(seq_k, block_k), rule.block_size // block_k
+    fine = rule.block_size // block_k
     coarse = rows * block_q // rule.block_size + rule.shift(seq_q, seq_k)
-    which, column = _key_blocks(rule, coarse, ceil_div(seq_k, rule.block_size))
-    column = column[:, None] * fine + torch.arange(fine, device=rows.device)
-    key = which[:, None] * num_columns + column
-    return key[column < num_columns]
-
-
-def _select(table: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
-    """Row numbers and values of the kept places of a table, in order."""
-    return keep.nonzero()[:, 0], table[keep]
+    column, count = _key_blocks(rule, coarse, ceil_div(seq_k, rule.block_size), device)
+    if fine > 1:
+        column = (column[:, None] * fine + torch.arange(fine, device=device)).flatten()
+    return column, count * fine
 
 
 @singledispatch
-def _key_blocks(rule: BlockPattern, rows: Tensor, num_blocks: int) -> tuple[Tensor, Tensor]:
-    """`rule.key_blocks` for many rows: index into `rows` and key block, sorted by both."""
+def _key_blocks(rule: BlockPattern, rows: Tensor, num_blocks: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """`rule.key_blocks` for many rows: on the device the key blocks, row after row, ascending; on the host, where the
+    rows are, how many each has."""
     raise TypeError(f"no layout can be built from a block rule of type {type(rule).__name__}")
 
 
@@ -288,12 +349,14 @@ def _(rule: LocalBlocks, num_blocks: int) -> int:
 
 
 @_key_blocks.register
-def _(rule: LocalBlocks, rows: Tensor, num_blocks: int) -> tuple[Tensor, Tensor]:
+def _(rule: LocalBlocks, rows: Tensor, num_blocks: int, device: torch.device) -> tuple[Tensor, Tensor]:
     back, forth = rule.reach
     first = (-(rows // rule.stride)).clamp(min=-back)
     last = ((num_blocks - 1 - rows) // rule.stride).clamp(max=forth)
-    which, step = ragged(torch.arange(len(rows), device=rows.device), first, (last - first + 1).clamp(min=0))
-    return which, rows[which] + step * rule.stride
+    count = (last - first + 1).clamp(min=0)
+    which, step = ragged(first, count, device)
+    (rows,) = send((rows,), device)
+    return rows[which] + step * rule.stride, count
 
 
 @_width.register
@@ -302,9 +365,9 @@ def _(rule: GlobalBlocks, num_blocks: int) -> int:
 
 
 @_key_blocks.register
-def _(rule: GlobalBlocks, rows: Tensor, num_blocks: int) -> tuple[Tensor, Tensor]:
-    column = torch.arange(_width(rule, num_blocks), device=rows.device).expand(len(rows), -1)
-    return _select(column, torch.ones_like(column, dtype=torch.bool))
+def _(rule: GlobalBlocks, rows: Tensor, num_blocks: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    width = _width(rule, num_blocks)
+    return torch.arange(width, device=device).repeat(len(rows)), torch.full_like(rows, width)
 
 
 @_width.register
@@ -313,12 +376,12 @@ def _(rule: RandomBlocks, num_blocks: int) -> int:
 
 
 @_key_blocks.register
-def _(rule: RandomBlocks, rows: Tensor, num_blocks: int) -> tuple[Tensor, Tensor]:
-    count = _width(rule, num_blocks)
-    part = torch.arange(count, device=rows.device)
-    start, stop = part * num_blocks // count, (part + 1) * num_blocks // count
-    column = start + mix32(mix32(mix32(rule.seed) ^ (rows[:, None] & MASK32)) ^ part) % (stop - start)
-    return _select(column, torch.ones_like(column, dtype=torch.bool))
+def _(rule: RandomBlocks, rows: Tensor, num_blocks: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    width = _width(rule, num_blocks)
+    part = torch.arange(width)
+    start, stop = part * num_blocks // width, (part + 1) * num_blocks // width
+    seeds, part, start, size = send((mix32(mix32(rule.seed) ^ (rows & MASK32)), part, start, stop - start), device)
+    return (start + mix32(seeds[:, None] ^ part) % size).flatten(), torch.full_like(rows, width)
 
 
 @_width.register
@@ -327,12 +390,14 @@ def _(rule: Blocks, num_blocks: int) -> int:
 
 
 @_key_blocks.register
-def _(rule: Blocks, rows: Tensor, num_blocks: int) -> tuple[Tensor, Tensor]:
-    row, column = torch.tensor(rule.pairs, dtype=torch.int64, device=rows.device).reshape(-1, 2).T.contiguous()
-    first, stop = torch.searchsorted(row, rows), torch.searchsorted(row, rows, right=True)
-    which, place = ragged(torch.arange(len(rows), device=rows.device), first, stop - first)
-    inside = column[place] < num_blocks
-    return which[inside], column[place][inside]
+def _(rule: Blocks, rows: Tensor, num_blocks: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    pairs = [pair for pair in rule.pairs if pair[1] < num_blocks]
+    row, column = torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2).T.contiguous()
+    first = torch.searchsorted(row, rows)
+    count = torch.searchsorted(row, rows, right=True) - first
+    _, place = ragged(first, count, rows.device)
+    (column,) = send((column[place],), device)
+    return column, count
 
 
 @_width.register
@@ -341,27 +406,34 @@ def _(rule: DilatedBlocks, num_blocks: int) -> int:
 
 
 @_key_blocks.register
-def _(rule: DilatedBlocks, rows: Tensor, num_blocks: int) -> tuple[Tensor, Tensor]:
-    row = rows[:, None]
-    turn = torch.arange(rule.turns(num_blocks), device=rows.device)
-    offers = []
-    for segment, dilation in rule.branches:
-        start = row - row % segment
-        back = (row - start) // dilation
-        end = (start + segment).clamp(max=num_blocks)
-        forth = torch.zeros_like(back) if rule.causal else (end - 1 - row) // dilation
-        both = torch.minimum(back, forth)
-        alternate = torch.where(turn % 2 == 1, -((turn + 1) // 2), turn // 2)
-        onward = (turn - both) * torch.where(back > forth, -1, 1)
-        step = torch.where(turn <= 2 * both, alternate, onward)
-        offered = (turn <= back + forth) & (row >= 0)
-        offers.append(torch.where(offered, row + step * dilation, num_blocks))
-    offer = torch.stack(offers, -1).flatten(1)
+def _(rule: DilatedBlocks, rows: Tensor, num_blocks: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    budget, turn = rule.budget(num_blocks), torch.arange(rule.turns(num_blocks))
+    half = (turn + 1) // 2
+    alternate = torch.where(turn % 2 == 1, -half, half)
+    # No row looks forth beyond this; one before the first key, nowhere at all.
+    ahead = (num_blocks - 1 - rows).clamp(max=0 if rule.causal else num_blocks).masked_fill(rows < 0, -(2**40))
+    segment, dilation = torch.tensor(rule.branches).T
+    row, ahead, turn, half, alternate, segment, dilation = send(
+        (rows, ahead, turn, half, alternate, segment, dilation), device
+    )
+    # What every branch offers in every turn: [rows, turns, branches].
+    row, ahead = row[:, None, None], ahead[:, None, None]
+    turn, half, alternate = turn[:, None], half[:, None], alternate[:, None]
+    place = row % segment
+    back, forth = place // dilation, torch.minimum(segment - 1 - place, ahead) // dilation
+    onward = torch.where(back > forth, forth - turn, turn - back)
+    step = torch.where(half <= torch.minimum(back, forth), alternate, onward)
+    offered = (turn <= back + forth).flatten(1)
+    offer = torch.where(offered, torch.addcmul(row, step, dilation).flatten(1), num_blocks)
     # Drop what an earlier offer of the row named already, then keep the first `budget` of the rest.
     order = offer.sort(dim=1, stable=True)
-    repeated = torch.zeros_like(offer, dtype=torch.bool)
-    repeated[:, 1:] = order.values[:, 1:] == order.values[:, :-1]
-    fresh = (offer < num_blocks) & ~torch.zeros_like(repeated).scatter(1, order.indices, repeated)
-    kept = fresh & (fresh.cumsum(1) <= rule.budget(num_blocks))
+    first = torch.ones_like(offered)
+    torch.ne(order.values[:, 1:], order.values[:, :-1], out=first[:, 1:])
+    fresh = torch.empty_like(first).scatter_(1, order.indices, first) & offered
+    kept = fresh & (fresh.cumsum(1) <= budget)
     column = torch.where(kept, offer, num_blocks).sort(dim=1).values
-    return _select(column, column < num_blocks)
+    if not rule.causal and any((num_blocks % w or w) // r >= budget for w, r in rule.branches) and rows[0] >= 0:
+        # Even in the shortest segment one branch alone spends the budget.
+        return column[:, :budget].flatten(), torch.full_like(rows, budget)
+    kept = column < num_blocks
+    return column[kept], kept.sum(1).cpu()

@@ -17,7 +17,7 @@ from ..patterns.blocks import ceil_div
 from ..patterns.tokens import EVERYTHING, Interval
 from . import build, cost
 from .checks import block_pair, check_layout, check_sizes
-from .lists import BlockList
+from .lists import BlockList, send
 from .rules import NOTHING, document_bounds, key_bounds, moved, num_tokens
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ class BlockLayout:
         if num_heads is not None and len(heads) not in (1, num_heads):
             raise ValueError(f"num_heads must be the pattern's {len(heads)} heads, got {num_heads}")
         device = torch.device("cpu" if device is None else device)
-        documents = NO_DOCUMENTS.to(device)
+        documents, starts = NO_DOCUMENTS.to(device), ()
         if packings:
             starts = next(iter(packings)).starts
             if starts[-1] != seq_k:
@@ -139,14 +139,12 @@ class BlockLayout:
                     f"a pattern may be a union of at most {build.MAX_INTERVALS} different token rules, got "
                     f"{len(intervals)}: {head}"
                 )
-            found = build.find_blocks(terms, intervals, documents, lengths, blocks, query_blocks)
             # One rule for all needs no naming.
             named = None if single and len(intervals) == 1 else len(table)
             lists[head] = BlockList.concat(
-                BlockList.pack(
-                    run.row, run.column, run.rule >= 0, None if named is None else run.rule + named, run.num_rows
+                build.find_blocks(
+                    terms, intervals, lengths, blocks, device, named=named, starts=starts, query_blocks=query_blocks
                 )
-                for run in found
             )
             table += build.rule_table(intervals)
         by_query = lists[heads[0]] if len(heads) == 1 else BlockList.concat(lists[head] for head in heads)
@@ -162,7 +160,7 @@ class BlockLayout:
             block_k=blocks[1],
             by_query=by_query,
             num_heads=len(heads) if len(heads) > 1 else None,
-            rules=torch.tensor(table, dtype=torch.int32, device=device),
+            rules=send((torch.tensor(table, dtype=torch.int32),), device)[0],
             documents=documents,
             branches=NO_BRANCHES.to(device),
             kind=whole.get(terms[0].interval) if alone else None,
@@ -325,8 +323,8 @@ class BlockLayout:
         row = self.by_query.row_of_entry()
         partial = self.by_query.is_partial(row)
         column, num_rows, num_rules = self.by_query.indices, self.by_query.num_rows, len(self.rules)
-        earlier = torch.tensor(Interval(right=0), device=self.device)
-        span = build.Span.of(earlier, self.documents[:, :0], self.lengths, self.blocks)
+        head = torch.arange(self.seq_k - self.seq_q, self.seq_k, self.block_q, device=self.device)
+        span = build.Span.of(Interval(right=0), head, self.seq_k, self.blocks)
         query_block = row % self.num_q_blocks
         kept = (row < num_rows) & (column >= span.first[query_block]) & (column <= span.last[query_block])
         crossing = (column < span.first_full[query_block]) | (column > span.last_full[query_block])

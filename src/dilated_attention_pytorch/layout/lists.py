@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -36,8 +36,19 @@ class BlockList:
         return cls(*pack(row, column, partial, rule, num_rows))
 
     @classmethod
+    def placed(cls, column: Tensor, count: Tensor) -> BlockList:
+        """From entries in their places; `count`, on the host: of each row how many are full, and how many partial."""
+        place = torch.zeros(len(count) + 1, dtype=torch.int32)
+        torch.cumsum(count, 0, dtype=torch.int32, out=place[1:])
+        (place,) = send((place,), column.device)
+        return cls(place[::2].clone(), place[1::2].clone(), column.int(), place.new_empty(0))
+
+    @classmethod
     def concat(cls, lists: Iterable[BlockList]) -> BlockList:
         """The rows of each list after those of the one before. The lists have no spare capacity."""
+        lists = list(lists)
+        if len(lists) == 1:
+            return lists[0]
         offsets, splits, indices, rule_ids, base = [], [], [], [], 0
         for each in lists:
             offsets.append(each.offsets[:-1] + base)
@@ -83,6 +94,17 @@ class BlockList:
         """bool [capacity], for `row = row_of_entry()`."""
         place = torch.arange(len(self.indices), dtype=torch.int32, device=self.indices.device)
         return place >= torch.cat((self.splits, self.splits.new_zeros(1)))[row]
+
+
+def send(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Tensors of one type on a device: from the host in one copy, which nobody waits for."""
+    if tensors[0].device.type == device.type:
+        return list(tensors)
+    whole = torch.cat([tensor.flatten() for tensor in tensors])
+    if device.type == "cuda":
+        whole = whole.pin_memory()
+    parts = whole.to(device, non_blocking=True).split([tensor.numel() for tensor in tensors])
+    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
 
 def _pack(row: Tensor, column: Tensor, partial: Tensor, rule: Tensor | None, num_rows: int) -> list[Tensor]:

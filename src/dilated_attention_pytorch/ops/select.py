@@ -22,7 +22,6 @@ from ..backends.base import aligned_queries
 from ..layout import BlockLayout, BlockList
 from ..layout.build import Span
 from ..layout.checks import block_pair
-from ..layout.layout import NO_DOCUMENTS
 from ..patterns.base import check_flag, check_int
 from ..patterns.blocks import check_ratio
 from ..patterns.tokens import EVERYTHING, Interval
@@ -246,8 +245,8 @@ def _grid(
 ) -> Grid:
     """Made on the host, once for these lengths: its counts are ints, and a device need not be waited for."""
     (seq_q, seq_k), (block_q, block_k) = lengths, blocks
-    interval = torch.tensor(Interval(right=0) if is_causal else EVERYTHING)
-    span = Span.of(interval, NO_DOCUMENTS, lengths, blocks)
+    interval = Interval(right=0) if is_causal else EVERYTHING
+    span = Span.of(interval, torch.arange(seq_k - seq_q, seq_k, block_q), seq_k, blocks)
     column = torch.arange(-(-seq_k // block_k))
     visible = (column >= span.first[:, None]) & (column <= span.last[:, None])
     head = torch.arange(0, seq_q, block_q)
