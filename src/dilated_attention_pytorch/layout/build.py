@@ -136,6 +136,9 @@ class Found:
     row: Tensor | None = None
     count: Tensor | None = None
 
+    def rows(self) -> Tensor:
+        return self.row if self.count is None else _rows_of(self.count, self.column)  # type: ignore[return-value]
+
 
 def find_blocks(
     terms: list[Term],
@@ -157,36 +160,38 @@ def find_blocks(
     """
     (seq_q, seq_k), (block_q, block_k) = lengths, blocks
     num_columns = ceil_div(seq_k, block_k)
-    asked = torch.arange(ceil_div(seq_q, block_q)) if query_blocks is None else query_blocks.cpu()
-    head = asked * block_q + (seq_k - seq_q)
-    spans = [
-        None if _whole(term, seq_k) else Span.of(term.interval, head, seq_k, blocks, starts) for term in terms
-    ]
-    counts = torch.zeros_like(asked)
+    if query_blocks is None:
+        head = torch.arange(seq_k - seq_q, seq_k, block_q)
+    else:
+        head = query_blocks.cpu() * block_q + (seq_k - seq_q)
+    spans = [None if _whole(term, seq_k) else Span.of(term.interval, head, seq_k, blocks, starts) for term in terms]
+    counts = torch.zeros_like(head)
     for term, span in zip(terms, spans, strict=True):
         for rule in term.rules:
             counts += _width(rule, ceil_div(seq_k, rule.block_size)) * (rule.block_size // block_k)
         if span is not None and not term.rules:
-            counts += span.last - span.first + 1
+            counts += span.stop - span.first
     for start, stop in _row_chunks(counts):
         found = []
         for term, span in zip(terms, spans, strict=True):
             here = None if span is None else span.rows(start, stop)
-            if term.rules:
-                found.append(_of_rules(term.rules, here, asked[start:stop], lengths, blocks, device))
+            if term.rules or here is None:
+                found.append(_of_rules(term.rules, here, head[start:stop], lengths, blocks, device))
             else:
                 found.append(_of_span(here, device))
-        if len(terms) == 1 and named is None and found[0].count is not None:
+        if len(found) == 1 and named is None and found[0].count is not None:
             yield BlockList.placed(found[0].column, found[0].count)
             continue
-        rows = [each.row if each.count is None else _rows_of(each.count, each.column) for each in found]
-        key = torch.cat([row // 2 * num_columns + each.column for row, each in zip(rows, found, strict=True)])
-        bits = (intervals.index(term.interval) for term in terms)
-        state = torch.cat([row % 2 << bit for row, bit in zip(rows, bits, strict=True)])
+        keys, states = [], []
+        for term, each in zip(terms, found, strict=True):
+            row = each.rows()
+            keys.append(row // 2 * num_columns + each.column)
+            states.append(row % 2 << intervals.index(term.interval))
+        key, state = torch.cat(keys), torch.cat(states)
         if len(terms) > 1:
             key, state = _union(key, state, len(intervals))
-        rule = None if named is None else state + (named - 1)
-        yield BlockList.pack(key // num_columns, key % num_columns, state > 0, rule, stop - start)
+        rule_ids = None if named is None else state + (named - 1)
+        yield BlockList.pack(key // num_columns, key % num_columns, state > 0, rule_ids, stop - start)
 
 
 def _union(key: Tensor, state: Tensor, num_intervals: int) -> tuple[Tensor, Tensor]:
@@ -202,8 +207,8 @@ def _union(key: Tensor, state: Tensor, num_intervals: int) -> tuple[Tensor, Tens
 
 @dataclass(frozen=True)
 class Span:
-    """For every row of blocks: the columns that an interval touches, and those that it fills; last = first − 1 where
-    it touches none, last < first where it fills none.
+    """For every row of blocks: the columns that an interval touches, from `first` to before `stop`, and those that it
+    fills, from `first_full` to before `stop_full`; none where that is not above the first.
 
     The first key that a query sees never moves back from one query to the next, nor does the last: so the touched
     columns are one run, and the first and last query of a block decide. A block that reaches beyond the keys is never
@@ -211,38 +216,41 @@ class Span:
     """
 
     first: Tensor
-    last: Tensor
+    stop: Tensor
     first_full: Tensor
-    last_full: Tensor
+    stop_full: Tensor
 
     @classmethod
     def of(
         cls, interval: Interval, head: Tensor, seq_k: int, blocks: tuple[int, int], starts: tuple[int, ...] = ()
     ) -> Span:
-        """Of rows whose first queries have the positions `head`."""
+        """Of rows whose first queries have the positions `head`, where documents start at `starts`."""
         block_q, block_k = blocks
         left, right, key_stop, query_stop, same_document = interval
         tail = (head + (block_q - 1)).clamp(max=seq_k - 1)
         last_seeing = tail.clamp(max=query_stop - 1)
-        head_first, tail_first = (head - left).clamp(min=0), (tail - left).clamp(min=0)
-        head_last, reach = ((x + right).clamp(max=min(key_stop, seq_k) - 1) for x in (head, last_seeing))
+        # The first keys that head and tail see, and the ends of those that the head and the last that sees any see.
+        head_first, tail_first = ((x - left).clamp(min=0) for x in (head, tail))
+        head_stop, reach = ((x + (right + 1)).clamp(max=min(key_stop, seq_k)) for x in (head, last_seeing))
         if same_document:
-            (head_start, head_stop), (tail_start, _), (_, stop) = (
-                document_bounds(starts, x) for x in (head, tail, last_seeing)
-            )
-            head_first, tail_first = torch.maximum(head_first, head_start), torch.maximum(tail_first, tail_start)
-            head_last, reach = torch.minimum(head_last, head_stop - 1), torch.minimum(reach, stop - 1)
-        touched = (last_seeing >= head) & (reach >= head_first)
-        filled = last_seeing == tail
+            at_head, at_tail, at_last = (document_bounds(starts, x) for x in (head, tail, last_seeing))
+            head_first, tail_first = torch.maximum(head_first, at_head[0]), torch.maximum(tail_first, at_tail[0])
+            head_stop, reach = torch.minimum(head_stop, at_head[1]), torch.minimum(reach, at_last[1])
+        unseen = (last_seeing < head) | (reach <= head_first)
+        shift = block_k.bit_length() - 1  # a power of two, and dividing costs a CPU four times as much
+        first = head_first >> shift
         return cls(
-            first=torch.where(touched, head_first // block_k, 0),
-            last=torch.where(touched, reach // block_k, -1),
-            first_full=torch.where(filled, (tail_first + (block_k - 1)) // block_k, 1),
-            last_full=torch.where(filled, (head_last + 1) // block_k - 1, 0),
+            first=first,
+            stop=torch.where(unseen, first, (reach + (block_k - 1)) >> shift),
+            first_full=(tail_first + (block_k - 1)) >> shift,
+            stop_full=(head_stop >> shift).masked_fill_(last_seeing < tail, 0),
         )
 
     def rows(self, start: int, stop: int) -> Span:
-        return Span(*(x[start:stop] for x in (self.first, self.last, self.first_full, self.last_full)))
+        return Span(*(x[start:stop] for x in self.tensors()))
+
+    def tensors(self) -> list[Tensor]:
+        return [self.first, self.stop, self.first_full, self.stop_full]
 
 
 def _whole(term: Term, seq_k: int) -> bool:
@@ -275,9 +283,9 @@ def _rows_of(count: Tensor, column: Tensor) -> Tensor:
 
 def _of_span(span: Span, device: torch.device) -> Found:
     """The blocks of an interval: in each row the full ones, then those before and those behind them."""
-    full = (span.last_full - span.first_full + 1).clamp(min=0)
-    first_full = torch.where(full > 0, span.first_full, span.last + 1)
-    before, behind = first_full - span.first, span.last + 1 - first_full - full
+    full = (span.stop_full - span.first_full).clamp(min=0)
+    first_full = span.first_full.clamp(span.first, span.stop)
+    before, behind = first_full - span.first, span.stop - first_full - full
     first = torch.stack((first_full, span.first, first_full + full), dim=1).flatten()
     _, column = ragged(first, torch.stack((full, before, behind), dim=1).flatten(), device)
     return Found(column, count=torch.stack((full, before + behind), dim=1).flatten())
@@ -286,13 +294,13 @@ def _of_span(span: Span, device: torch.device) -> Found:
 def _of_rules(
     rules: tuple[BlockPattern, ...],
     span: Span | None,
-    rows: Tensor,
+    head: Tensor,
     lengths: tuple[int, int],
     blocks: tuple[int, int],
     device: torch.device,
 ) -> Found:
-    """The blocks of these rows that every rule names, and the span, if there is one, touches."""
-    lists = [_fine_blocks(rule, rows, lengths, blocks, device) for rule in rules]
+    """The blocks of these rows (see `Span.of`) that every rule names, and the span, if there is one, touches."""
+    lists = [_fine_blocks(rule, head, lengths, blocks, device) for rule in rules]
     if span is None and len(lists) == 1:
         column, count = lists[0]
         return Found(column, count=torch.stack((count, torch.zeros_like(count)), dim=1).flatten())
@@ -301,11 +309,11 @@ def _of_rules(
     row, column = key // num_columns, key % num_columns
     if span is None:
         return Found(column, row * 2)
-    first, last, first_full, last_full = send((span.first, span.last, span.first_full, span.last_full), device)
-    if bool((span.first > 0).any() | (span.last < num_columns - 1).any()):
-        inside = (column >= first[row]) & (column <= last[row])
+    first, stop, first_full, stop_full = send(span.tensors(), device)
+    if bool((span.first > 0).any() | (span.stop < num_columns).any()):
+        inside = (column >= first[row]) & (column < stop[row])
         row, column = row[inside], column[inside]
-    partial = (column < first_full[row]) | (column > last_full[row])
+    partial = (column < first_full[row]) | (column >= stop_full[row])
     return Found(column, row * 2 + partial)
 
 
@@ -318,16 +326,16 @@ def _all_of(lists: list[Tensor]) -> Tensor:
 
 
 def _fine_blocks(
-    rule: BlockPattern, rows: Tensor, lengths: tuple[int, int], blocks: tuple[int, int], device: torch.device
+    rule: BlockPattern, head: Tensor, lengths: tuple[int, int], blocks: tuple[int, int], device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """`_key_blocks` in columns of the layout's own grid, for its own rows. The last may be beyond the keys."""
-    (seq_q, seq_k), (block_q, block_k) = lengths, blocks
-    fine = rule.block_size // block_k
-    coarse = rows * block_q // rule.block_size + rule.shift(seq_q, seq_k)
+    seq_q, seq_k = lengths
+    fine = rule.block_size // blocks[1]
+    coarse = (head - (seq_k - seq_q)) // rule.block_size + rule.shift(seq_q, seq_k)
     column, count = _key_blocks(rule, coarse, ceil_div(seq_k, rule.block_size), device)
     if fine > 1:
-        column = (column[:, None] * fine + torch.arange(fine, device=device)).flatten()
-    return column, count * fine
+        column, count = (column[:, None] * fine + torch.arange(fine, device=device)).flatten(), count * fine
+    return column, count
 
 
 @singledispatch
@@ -413,27 +421,27 @@ def _(rule: DilatedBlocks, rows: Tensor, num_blocks: int, device: torch.device) 
     # No row looks forth beyond this; one before the first key, nowhere at all.
     ahead = (num_blocks - 1 - rows).clamp(max=0 if rule.causal else num_blocks).masked_fill(rows < 0, -(2**40))
     segment, dilation = torch.tensor(rule.branches).T
-    row, ahead, turn, half, alternate, segment, dilation = send(
-        (rows, ahead, turn, half, alternate, segment, dilation), device
+    row, ahead, turn, half, alternate, segment, last_place, dilation = send(
+        (rows, ahead, turn, half, alternate, segment, segment - 1, dilation), device
     )
     # What every branch offers in every turn: [rows, turns, branches].
     row, ahead = row[:, None, None], ahead[:, None, None]
     turn, half, alternate = turn[:, None], half[:, None], alternate[:, None]
     place = row % segment
-    back, forth = place // dilation, torch.minimum(segment - 1 - place, ahead) // dilation
+    back, forth = place // dilation, torch.minimum(last_place - place, ahead) // dilation
     onward = torch.where(back > forth, forth - turn, turn - back)
     step = torch.where(half <= torch.minimum(back, forth), alternate, onward)
-    offered = (turn <= back + forth).flatten(1)
-    offer = torch.where(offered, torch.addcmul(row, step, dilation).flatten(1), num_blocks)
+    dry = turn > back + forth
+    offer = torch.addcmul(row, step, dilation).masked_fill_(dry, num_blocks).flatten(1)
     # Drop what an earlier offer of the row named already, then keep the first `budget` of the rest.
     order = offer.sort(dim=1, stable=True)
-    first = torch.ones_like(offered)
-    torch.ne(order.values[:, 1:], order.values[:, :-1], out=first[:, 1:])
-    fresh = torch.empty_like(first).scatter_(1, order.indices, first) & offered
-    kept = fresh & (fresh.cumsum(1) <= budget)
-    column = torch.where(kept, offer, num_blocks).sort(dim=1).values
+    again = torch.zeros_like(offer, dtype=torch.bool)
+    torch.eq(order.values[:, 1:], order.values[:, :-1], out=again[:, 1:])
+    stale = torch.empty_like(again).scatter_(1, order.indices, again) | dry.flatten(1)
+    spent = (~stale).cumsum(1) > budget
+    column = offer.masked_fill_(stale | spent, num_blocks).sort(dim=1).values
     if not rule.causal and any((num_blocks % w or w) // r >= budget for w, r in rule.branches) and rows[0] >= 0:
         # Even in the shortest segment one branch alone spends the budget.
-        return column[:, :budget].flatten(), torch.full_like(rows, budget)
+        return column[:, :budget].int().flatten(), torch.full_like(rows, budget)
     kept = column < num_blocks
     return column[kept], kept.sum(1).cpu()

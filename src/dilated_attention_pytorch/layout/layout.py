@@ -14,7 +14,7 @@ from torch import Tensor
 from ..patterns import Pattern, PerHead
 from ..patterns.base import check_int
 from ..patterns.blocks import ceil_div
-from ..patterns.tokens import EVERYTHING, Interval
+from ..patterns.tokens import EVERYTHING, UNBOUNDED, Interval
 from . import build, cost
 from .checks import block_pair, check_layout, check_sizes
 from .lists import BlockList, send
@@ -118,7 +118,8 @@ class BlockLayout:
         if num_heads is not None and len(heads) not in (1, num_heads):
             raise ValueError(f"num_heads must be the pattern's {len(heads)} heads, got {num_heads}")
         device = torch.device("cpu" if device is None else device)
-        documents, starts = NO_DOCUMENTS.to(device), ()
+        documents = NO_DOCUMENTS.to(device)
+        starts: tuple[int, ...] = ()
         if packings:
             starts = next(iter(packings)).starts
             if starts[-1] != seq_k:
@@ -319,30 +320,34 @@ class BlockLayout:
         return self._remembered("causal", self._make_causal)
 
     def _make_causal(self) -> BlockLayout:
-        """In a graph every shape is known beforehand: what is dropped leaves spare capacity."""
+        """What is dropped leaves spare capacity, in a graph, where shapes are known beforehand, and on a device, which
+        would have to be waited for."""
         row = self.by_query.row_of_entry()
         partial = self.by_query.is_partial(row)
         column, num_rows, num_rules = self.by_query.indices, self.by_query.num_rows, len(self.rules)
         head = torch.arange(self.seq_k - self.seq_q, self.seq_k, self.block_q, device=self.device)
         span = build.Span.of(Interval(right=0), head, self.seq_k, self.blocks)
         query_block = row % self.num_q_blocks
-        kept = (row < num_rows) & (column >= span.first[query_block]) & (column <= span.last[query_block])
-        crossing = (column < span.first_full[query_block]) | (column > span.last_full[query_block])
+        kept = (row < num_rows) & (column >= span.first[query_block]) & (column < span.stop[query_block])
+        crossing = (column < span.first_full[query_block]) | (column >= span.stop_full[query_block])
         # A full block that the diagonal crosses takes a new rule, the last of the table: everything, so far.
         rule = self.by_query.rule_ids if self.by_query.rule_ids.numel() else torch.zeros_like(column)
         rule = torch.where(partial, rule, num_rules)
         row = torch.where(kept, row, num_rows)
         order = (row.long() * self.num_k_blocks + column).argsort(stable=True)
-        everything = [EVERYTHING] + [NOTHING] * (self.rules.shape[1] - 1)
-        rules = torch.cat((self.rules, self.rules.new_tensor([everything])))
+        everything = torch.full_like(self.rules[:1], UNBOUNDED)
+        everything[:, 1:, 3].fill_(NOTHING.query_stop)
+        everything[..., 4].fill_(0)
+        rules = torch.cat((self.rules, everything))
         causal_right = rules[..., 1:2].clamp(max=0)
         by_query = BlockList.pack(row[order], column[order], (partial | crossing)[order], rule[order], num_rows)
+        trim = self.device.type == "cpu" and not torch.compiler.is_compiling()
         return BlockLayout(
             seq_q=self.seq_q,
             seq_k=self.seq_k,
             block_q=self.block_q,
             block_k=self.block_k,
-            by_query=by_query if torch.compiler.is_compiling() else by_query.trimmed(),
+            by_query=by_query.trimmed() if trim else by_query,
             num_heads=self.num_heads,
             batch_size=self.batch_size,
             rules=torch.cat((rules[..., :1], causal_right, rules[..., 2:]), dim=-1),

@@ -100,10 +100,12 @@ def send(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     """Tensors of one type on a device: from the host in one copy, which nobody waits for."""
     if tensors[0].device.type == device.type:
         return list(tensors)
-    whole = torch.cat([tensor.flatten() for tensor in tensors])
-    if device.type == "cuda":
-        whole = whole.pin_memory()
-    parts = whole.to(device, non_blocking=True).split([tensor.numel() for tensor in tensors])
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("a layout cannot be built while a CUDA graph is captured: make the call once before")
+    sizes = [tensor.numel() for tensor in tensors]
+    whole = torch.empty(sum(sizes), dtype=tensors[0].dtype, pin_memory=device.type == "cuda")
+    torch.cat([tensor.flatten() for tensor in tensors], out=whole)
+    parts = whole.to(device, non_blocking=True).split(sizes)
     return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
 

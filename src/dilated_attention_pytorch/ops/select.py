@@ -248,7 +248,7 @@ def _grid(
     interval = Interval(right=0) if is_causal else EVERYTHING
     span = Span.of(interval, torch.arange(seq_k - seq_q, seq_k, block_q), seq_k, blocks)
     column = torch.arange(-(-seq_k // block_k))
-    visible = (column >= span.first[:, None]) & (column <= span.last[:, None])
+    visible = (column >= span.first[:, None]) & (column < span.stop[:, None])
     head = torch.arange(0, seq_q, block_q)
     tail = (head + block_q).clamp(max=seq_q) - 1
     near = (head + (seq_k - seq_q) - local) // block_k, (tail + (seq_k - seq_q) + local) // block_k
@@ -257,7 +257,7 @@ def _grid(
     return Grid(
         visible.to(device),
         forced.to(device),
-        span.last_full.clamp(min=-1, max=len(column) - 1).to(device),
+        (span.stop_full - 1).clamp(min=-1, max=len(column) - 1).to(device),
         tuple(visible.sum(1).tolist()),
         tuple(forced.sum(1).tolist()),
     )
