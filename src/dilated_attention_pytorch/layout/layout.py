@@ -118,7 +118,7 @@ class BlockLayout:
         if num_heads is not None and len(heads) not in (1, num_heads):
             raise ValueError(f"num_heads must be the pattern's {len(heads)} heads, got {num_heads}")
         device = torch.device("cpu" if device is None else device)
-        documents = NO_DOCUMENTS.to(device)
+        documents = torch.empty_like(NO_DOCUMENTS, device=device)
         starts: tuple[int, ...] = ()
         if packings:
             starts = next(iter(packings)).starts
@@ -163,7 +163,7 @@ class BlockLayout:
             num_heads=len(heads) if len(heads) > 1 else None,
             rules=send((torch.tensor(table, dtype=torch.int32),), device)[0],
             documents=documents,
-            branches=NO_BRANCHES.to(device),
+            branches=torch.empty_like(NO_BRANCHES, device=device),
             kind=whole.get(terms[0].interval) if alone else None,
             checked=True,
         )

@@ -1,0 +1,83 @@
+"""Layouts built on a GPU: those built on a CPU, and nobody waits."""
+
+import pytest
+import torch
+
+from dilated_attention_pytorch import (
+    BlockLayout,
+    Causal,
+    DilatedBlocks,
+    Documents,
+    Full,
+    GlobalBlocks,
+    GlobalTokens,
+    LocalBlocks,
+    PerHead,
+    RandomBlocks,
+    SlidingWindow,
+)
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+UNWAITED = {
+    "window": SlidingWindow(1279, 1279),
+    "causal": Causal(),
+    "full": Full(),
+    "documents": Documents((30000, 2768)) & SlidingWindow(1279, 0),
+    "random": RandomBlocks(20),
+    "dilated": DilatedBlocks((4096, 16384, 32768), (1, 4, 16), 20 / 256),
+    "local": LocalBlocks(2560, 2),
+    "global": GlobalBlocks(300),
+    "heads": PerHead((SlidingWindow(9, 9), RandomBlocks(3))),
+}
+WAITED = {
+    "union": SlidingWindow(300, 0) | GlobalTokens(100, True) | RandomBlocks(3),
+    "intersection": RandomBlocks(9) & LocalBlocks(4096) & Causal(),
+    "causal dilated": DilatedBlocks((4096, 16384), (1, 4), 0.1, causal=True),
+}
+
+
+def same(on_gpu, on_cpu):
+    used = on_cpu.num_active_blocks
+    got, want = on_gpu.flatten(by_key=True)[0], on_cpu.flatten(by_key=True)[0]
+    for i, (mine, other) in enumerate(zip(got, want, strict=True)):
+        entries = i in (2, 3, 10, 11)  # behind these a causal layout has spare places
+        assert torch.equal((mine[:used] if entries else mine).cpu(), other)
+
+
+@pytest.mark.parametrize("name", [*UNWAITED, *WAITED])
+@pytest.mark.parametrize("tokens", [32768, 32768 - 5])
+def test_the_lists_are_those_of_a_cpu(name, tokens):
+    pattern = {**UNWAITED, **WAITED}[name]
+    if name == "documents":
+        tokens = 32768
+    on_gpu, on_cpu = (
+        BlockLayout.from_pattern(pattern, tokens, block_size=128, device=device) for device in ("cuda", "cpu")
+    )
+    assert len(on_gpu.by_query.indices) == len(on_cpu.by_query.indices)
+    same(on_gpu, on_cpu)
+    same(on_gpu.causal, on_cpu.causal)
+
+
+@pytest.mark.parametrize("name", UNWAITED)
+def test_nobody_waits(name):
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        layout = BlockLayout.from_pattern(UNWAITED[name], 32768, block_size=128, device="cuda")
+        layout.flatten(by_key=True)
+        layout.causal.flatten(by_key=True)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    same(layout, BlockLayout.from_pattern(UNWAITED[name], 32768, block_size=128))
+
+
+def test_no_layout_is_built_in_a_capture():
+    """It would be empty until the graph runs, and remembered like that."""
+    x = torch.zeros(3, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        x.add_(1)
+        with pytest.raises(RuntimeError, match="make the call once before"):
+            BlockLayout.from_pattern(Causal(), 256, block_size=128, device="cuda")
+    graph.replay()
+    assert x.tolist() == [1, 1, 1]
