@@ -5,7 +5,8 @@ hold. Every term then lists its candidate blocks for a few rows at a time; lists
 No step looks at pairs of blocks that no rule names.
 
 What concerns whole rows, above all how many blocks each has, is worked out on the host, and the blocks are listed on
-the device. It is waited for only where their number depends on what was listed: in unions and intersections of rules.
+the device. It is waited for only where their number depends on what was listed: in unions and intersections of rules,
+and in dilated blocks that may run dry before their budget.
 """
 
 from __future__ import annotations
@@ -137,7 +138,10 @@ class Found:
     count: Tensor | None = None
 
     def rows(self) -> Tensor:
-        return self.row if self.count is None else _rows_of(self.count, self.column)  # type: ignore[return-value]
+        if self.count is not None:
+            return _rows_of(self.count, self.column)
+        assert self.row is not None
+        return self.row
 
 
 def find_blocks(

@@ -97,15 +97,16 @@ class BlockList:
 
 
 def send(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Tensors of one type on a device: from the host in one copy, which nobody waits for."""
+    """Tensors of one type on a device; from the host in one copy, and nobody waits until a GPU has taken it."""
     if tensors[0].device.type == device.type:
         return list(tensors)
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    pinned = device.type == "cuda"
+    if pinned and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("a layout cannot be built while a CUDA graph is captured: make the call once before")
     sizes = [tensor.numel() for tensor in tensors]
-    whole = torch.empty(sum(sizes), dtype=tensors[0].dtype, pin_memory=device.type == "cuda")
+    whole = torch.empty(sum(sizes), dtype=tensors[0].dtype, pin_memory=pinned)
     torch.cat([tensor.flatten() for tensor in tensors], out=whole)
-    parts = whole.to(device, non_blocking=True).split(sizes)
+    parts = whole.to(device, non_blocking=pinned).split(sizes)
     return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
 
