@@ -15,25 +15,25 @@ if torch.cuda.is_available():
 import triton
 import triton.language as tl
 
-from dilated_attention_pytorch.kernels.dealing import num_programs, tile_dealt, turns_of
+from dilated_attention_pytorch.kernels.dealing import seats, tile_dealt, turns_of
 
 
 @triton.jit
-def _deal_kernel(taken, width, total, num_tiles):
-    turns = turns_of(total, num_tiles)
+def _deal_kernel(taken, width, total, num_tiles, paired: tl.constexpr):
+    turns = turns_of(total, num_tiles, paired)
     base = taken + tl.program_id(0) * width
     tl.store(base, turns)
     for turn in range(turns + 1):
-        place, which = tile_dealt(turn, total, num_tiles)
+        place, which = tile_dealt(turn, total, num_tiles, paired)
         tl.store(base + 1 + turn, which * num_tiles + place)
 
 
 def dealt(heads, num_tiles, processors):
     """The tiles of every program, and the one that it would ask for next."""
     total = heads * num_tiles
-    programs = num_programs(total, num_tiles, processors)
+    programs, paired = seats(total, num_tiles, processors)
     taken = torch.full((programs, total // programs * 3 + 9), -1)
-    _deal_kernel[(programs,)](taken, taken.shape[1], total, num_tiles)
+    _deal_kernel[(programs,)](taken, taken.shape[1], total, num_tiles, paired)
     return [row[1 : 1 + row[0]] for row in taken.tolist()], [row[1 + row[0]] for row in taken.tolist()]
 
 

@@ -17,7 +17,7 @@ from ..layout import BlockLayout
 from . import binding
 from .backward import dkv_kernel, dq_kernel, rows_kernel
 from .configs import FEW_ROWS, HOPPER_BACKWARD, HOPPER_FORWARD, Config, Configs, configs, for_rows
-from .dealing import num_programs
+from .dealing import seats
 from .forward import forward_kernel
 
 INTERPRETED = triton.knobs.runtime.interpret
@@ -179,13 +179,15 @@ class Call:
         tile_k = min(tile_k, layout.block_k)
         num_tiles = layout.num_q_blocks * (layout.block_q // 128)
         total = num_tiles * self.batch * self.heads
+        programs, paired = seats(total, num_tiles, num_processors(self.q.device))
         described = self._described((self.q, self.k, self.v, out), (64, tile_k, tile_k, 64))
         binding.launch(
-            hopper_forward.forward_kernel, (num_programs(total, num_tiles, num_processors(self.q.device)),),
+            hopper_forward.forward_kernel, (programs,),
             (*described, lse, *self._by_query(), *self.masks[:-1]),
             (*self.sizes, layout.num_q_blocks, *self.list_sizes, total, layout.num_k_blocks // layout.classes,
              *(x.stride(1) for x in (self.q, self.k, self.v)), self.units),
-            **self._hopper_flags(), TILE_K=tile_k, Q_RING=q_ring, KV_RING=kv_ring, num_warps=4, maxnreg=168,
+            **self._hopper_flags(), TILE_K=tile_k, Q_RING=q_ring, KV_RING=kv_ring, PAIRED=paired,
+            num_warps=4, maxnreg=168,
         )  # fmt: skip
 
     def _hopper_backward(
@@ -203,15 +205,16 @@ class Call:
             num_blocks, walked = layout.num_q_blocks, layout.num_k_blocks
             num_tiles, heads = num_blocks * (layout.block_q // 128), self.heads
         total = num_tiles * self.batch * heads
+        programs, paired = seats(total, num_tiles, num_processors(self.q.device))
         of_q, of_k = (stream, 64) if of_keys else (64, stream)
         inputs = (self.q, self.k, self.v, do)
         binding.launch(
-            hopper_backward.backward_kernel, (num_programs(total, num_tiles, num_processors(self.q.device)),),
+            hopper_backward.backward_kernel, (programs,),
             (*self._described(inputs, (of_q, of_k, of_k, of_q)), hopper_forward.describe_rows(of_rows, stream),
              of_rows[0], of_rows[1], dq, dk, dv, *lists.tensors(), work, *self.masks[:-1]),
             (self.batch, *self.sizes, num_blocks, *self.list_sizes, total, walked // layout.classes,
              *(x.stride(1) for x in inputs), self.units, self.scale),
-            **self._hopper_flags(), STREAM=stream, RING=ring, OWN_LISTS=self.own_lists, OF_KEYS=of_keys,
+            **self._hopper_flags(), STREAM=stream, RING=ring, OWN_LISTS=self.own_lists, OF_KEYS=of_keys, PAIRED=paired,
             num_warps=4, maxnreg=168,
         )  # fmt: skip
 
