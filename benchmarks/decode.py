@@ -116,11 +116,14 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[long // 16, long])
     parser.add_argument("--share", type=float, nargs="+", default=[0.01, 0.1])
     parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--commit", help="the commit, where the tree has no .git")
     parser.add_argument(
         "--out", type=Path, default=HERE / "results" / f"decode_{'gpu' if device == 'cuda' else 'cpu'}.json"
     )
     args = parser.parse_args()
     record: dict[str, Any] = {"environment": environment(), "command": "python benchmarks/decode.py", "rows": []}
+    if args.commit:
+        record["environment"]["commit"] = args.commit
     if device == "cuda":
         record["environment"]["device"] = torch.cuda.get_device_name()
     with torch.no_grad():
