@@ -5,6 +5,10 @@
 
 One path: estimated masses (`ops.scores`) → a selector keeps some → a layout with a fixed number of places, however many
 were kept. Of all blocks only the masses are ever stored.
+
+On a CUDA device `kernels.select` computes the same in a few launches: the masses of `MeanPooled`, and the lists of
+`TopK` and `SharedBudget`. What is written here defines them, and does everything else: other scorers and selectors, key
+padding and documents, float64, `torch.compile`.
 """
 
 from __future__ import annotations
@@ -12,13 +16,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from types import MappingProxyType
-from typing import Protocol
+from types import MappingProxyType, ModuleType
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from ..backends.base import aligned_queries
+from ..backends import triton
+from ..backends.base import Request, aligned_queries
 from ..layout import BlockLayout, BlockList
 from ..layout.build import Span
 from ..layout.checks import block_pair
@@ -342,30 +347,97 @@ def select_blocks(
     check_int("local", local, least=0)
     check_flag("per_kv_head", per_kv_head)
     check_selector(selector)
-    masses = estimated_masses(q, k, scorer, blocks, is_causal=is_causal, scale=scale, hidden=key_padding_mask)
+    lengths, masked = (q.shape[1], k.shape[1]), key_padding_mask is not None or document_ids is not None
+    kernels = None if masked else _kernels(q)
+    patch = _patch_of(scorer, blocks)
+    if kernels and patch and kernels.can_pool(q.shape[3], q.dtype, blocks, patch):
+        masses = kernels.masses(q, k, blocks, patch, is_causal=is_causal, scale=scale)
+    else:
+        masses = estimated_masses(q, k, scorer, blocks, is_causal=is_causal, scale=scale, hidden=key_padding_mask)
     if per_kv_head:
         masses = masses.unflatten(1, (k.shape[2], -1)).mean(2)
-    lengths, lists = (q.shape[1], k.shape[1]), masses.shape[1]
     grid = _grid(lengths, blocks, is_causal, sink, local, q.device)
-    if key_padding_mask is not None or document_ids is not None:
+    if masked:
         grid = _masked(grid, lengths, blocks, key_padding_mask, document_ids)
         masses = masses.masked_fill(~grid.visible, 0.0)
         masses = masses / masses.sum(-1, keepdim=True).clamp(min=torch.finfo(masses.dtype).tiny)
-    keep = selector.keep(masses, grid) & grid.visible
-    places = min(selector.most(grid, lists), sum(grid.num_visible) * lists)
-    return BlockLayout(
+    made = {}
+    if kernels and type(selector) in (TopK, SharedBudget):
+        by_query, made["query_work"] = kernels.lists(masses, grid.forced, *_budget(selector, grid, masses.shape[:2]))
+    else:
+        keep = selector.keep(masses, grid) & grid.visible
+        by_query = _listed(keep, grid.last_full, q.shape[0] * _places(selector, grid, masses.shape[1]))
+    layout = BlockLayout(
         seq_q=lengths[0],
         seq_k=lengths[1],
         block_q=blocks[0],
         block_k=blocks[1],
-        by_query=_listed(keep, grid.last_full, q.shape[0] * places),
-        num_heads=lists,
+        by_query=by_query,
+        num_heads=masses.shape[1],
         batch_size=q.shape[0],
         rules=_rules(is_causal, q.device),
         documents=q.new_empty(2, 0, dtype=torch.int32),
         branches=q.new_empty(0, 0, 3, dtype=torch.int32),
         checked=True,
     )
+    layout._made.update(made)
+    return layout
+
+
+def _places(selector: Selector, grid: Grid, lists: int) -> int:
+    """Of a sample."""
+    return min(selector.most(grid, lists), sum(grid.num_visible) * lists)
+
+
+def _kernels(q: Tensor) -> ModuleType | None:
+    """`kernels.select`, where a CUDA device and dtype have it; a compiler sees the operators instead."""
+    if torch.compiler.is_compiling() or not _has_kernels(q.device, q.dtype, q.shape[3]):
+        return None
+    from ..kernels import select  # loads triton
+
+    return select
+
+
+@lru_cache
+def _has_kernels(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    request = Request(
+        device=device,
+        dtype=dtype,
+        kind=None,
+        square=False,
+        grouped=False,
+        head_dim=head_dim,
+        dropout=False,
+        masked=False,
+        return_lse=False,
+    )
+    return triton.can_run(request)[0]
+
+
+def _patch_of(scorer: Scorer, blocks: tuple[int, int]) -> tuple[int, int] | None:
+    """Queries and keys of a patch, of the scorer that the kernels have."""
+    return (scorer.queries or blocks[0], scorer.keys or blocks[1]) if type(scorer) is MeanPooled else None
+
+
+class _Budget(NamedTuple):
+    """What `kernels.select.lists` asks of a selector and a grid."""
+
+    ends: Tensor
+    last_full: Tensor
+    limits: Tensor
+    places: int
+    team: str
+
+
+@lru_cache(maxsize=64)
+@torch.inference_mode(False)  # remembered for training too, whatever mode the first call was made in
+def _budget(selector: TopK | SharedBudget, grid: Grid, sizes: tuple[int, int]) -> _Budget:
+    """Grids without masks, which are remembered themselves. `sizes` are samples and lists of each."""
+    team, limits = "sample", [selector.most(grid, sizes[1])]
+    if isinstance(selector, TopK):
+        team, limits = "heads" if selector.across_heads else "row", selector.counts(grid, sizes[1])
+    ends, limits = (torch.tensor(x, dtype=torch.int32, device=grid.forced.device) for x in (grid.num_visible, limits))
+    return _Budget(ends, grid.last_full.int(), limits, sizes[0] * _places(selector, grid, sizes[1]), team)
 
 
 def _listed(keep: Tensor, last_full: Tensor, places: int) -> BlockList:

@@ -1,0 +1,464 @@
+"""Choosing blocks in a few launches: what `ops.scores` and `ops.select` define, for mean-pooled scores and fixed budgets.
+
+    masses   pool_kernel     every token is read once: mean queries and mean keys of patches
+             masses_kernel   their products, a softmax along each row, summed by block
+    lists    teams_kernel    `TopK`: how heavy a block must be, for each team of rows that share a budget
+             digits_kernel   `SharedBudget`: the same for a whole sample, in four launches,
+             counts_kernel   and how many blocks of each row are as heavy
+             offsets_kernel  where the list of each row begins
+             lists_kernel    the blocks that are kept, and the order of work
+
+No block is sorted. A block's weight is an int32 that orders blocks as their masses do; the weight of the last one that a
+budget keeps is found eight bits at a time, by counting. Of equally heavy blocks the first are kept, so a budget is met
+exactly and all sizes are known on the host. A row sees its first `ends` blocks.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..layout import BlockList
+from ..patterns.blocks import ceil_div
+from .common import load_rows
+from .forward import LOG2E
+from .launch import num_processors, precision_of
+from .launch import rows as rows_of
+
+# Rows or columns of a block that a tile must hold.
+MOST_PARTS = 64
+TILE_COLUMNS = tl.constexpr(64)
+ROW_BYTES = 512  # of a row or column; with the tiles they must fit the shared memory of any GPU
+POOLED_AT_ONCE = tl.constexpr(32)  # tokens
+WAVES = 2  # programs of `masses_kernel` for each processor
+WEIGHTS = 2048  # blocks that a program of the selection looks at together
+GROUP = 8  # rows that it takes together where the budget is a sample's
+BINS = tl.constexpr(256)
+DIGITS = tl.constexpr(4)
+FORCED = tl.constexpr(0x7FFFFFFF)
+
+
+@triton.jit
+def pool(
+    x, out, unit, x_b, x_s, x_h, heads, seq, num_patches, scale,
+    D: tl.constexpr, PADDED_D: tl.constexpr, PATCH: tl.constexpr, SPREAD: tl.constexpr,
+):  # fmt: skip
+    """Means of a few patches of one head, times `scale`. `SPREAD` lanes share a patch."""
+    PATCHES: tl.constexpr = POOLED_AT_ONCE // SPREAD
+    units = tl.cdiv(num_patches, PATCHES)
+    head, place = unit % heads, unit // heads
+    sample, first = (place // units).to(tl.int64), place % units * PATCHES
+    lane = tl.arange(0, PATCHES * SPREAD)
+    begin = (first + lane // SPREAD) * PATCH + lane % SPREAD
+    total = tl.zeros([PATCHES * SPREAD, PADDED_D], tl.float32)
+    for i in tl.static_range(0, PATCH, SPREAD):
+        total += load_rows(x + sample * x_b + head.to(tl.int64) * x_h, begin + i, x_s, begin + i < seq, D, PADDED_D)
+    if SPREAD > 1:
+        total = tl.sum(tl.reshape(total, PATCHES, SPREAD, PADDED_D), 1)
+    patch = first + tl.arange(0, PATCHES)
+    real = tl.maximum(tl.minimum(seq - patch * PATCH, PATCH), 1)
+    mean = total / real.to(tl.float32)[:, None] * scale
+    at = ((sample * heads + head) * num_patches + patch)[:, None] * PADDED_D + tl.arange(0, PADDED_D)
+    tl.store(out + at, mean.to(out.dtype.element_ty), mask=(patch < num_patches)[:, None])
+
+
+@triton.jit(do_not_specialize=["heads", "heads_kv", "seq_q", "seq_k", "num_rows", "num_columns", "units_q"])
+def pool_kernel(
+    q, k, rows, columns, q_b, q_s, q_h, k_b, k_s, k_h,
+    heads, heads_kv, seq_q, seq_k, num_rows, num_columns, units_q, scale,
+    D: tl.constexpr, PADDED_D: tl.constexpr, PATCH_Q: tl.constexpr, PATCH_K: tl.constexpr,
+    SPREAD_Q: tl.constexpr, SPREAD_K: tl.constexpr,
+):  # fmt: skip
+    """Mean queries, times the scale, as rows, and mean keys as columns: [batch · heads, patches, PADDED_D]."""
+    unit = tl.program_id(0)
+    if unit < units_q:
+        pool(q, rows, unit, q_b, q_s, q_h, heads, seq_q, num_rows, scale, D, PADDED_D, PATCH_Q, SPREAD_Q)
+    else:
+        pool(
+            k, columns, unit - units_q, k_b, k_s, k_h, heads_kv, seq_k, num_columns, 1.0,
+            D, PADDED_D, PATCH_K, SPREAD_K,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["group", "seq_q", "seq_k", "num_q", "num_k", "tiles", "total"])
+def masses_kernel(
+    rows, columns, masses, scratch, group, seq_q, seq_k, num_q, num_k, tiles, total,
+    PADDED_D: tl.constexpr, PATCH_Q: tl.constexpr, PATCH_K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    TILE_ROWS: tl.constexpr, TILE_BLOCKS: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A tile of rows, `ROWS` for each query block, walks the columns that it sees, `COLUMNS` for each key block.
+
+    The walk leaves log2 Σ 2^score for every (row, key block): in the place of the masses where a query block has one
+    row, else in the program's own part of `scratch`. A second walk, along these, weighs them by the rows' totals.
+    """
+    BLOCKS: tl.constexpr = TILE_COLUMNS // COLUMNS
+    IN_PLACE: tl.constexpr = ROWS == 1
+    lane, dim = tl.arange(0, TILE_ROWS), tl.arange(0, PADDED_D)
+    if not IN_PLACE:
+        scratch += tl.program_id(0).to(tl.int64) * num_k * TILE_ROWS
+    for unit in range(tl.program_id(0), total, tl.num_programs(0)):
+        head, tile = unit // tiles, tiles - 1 - unit % tiles  # of all samples; the longest tiles first
+        num_rows, num_columns = (num_q * ROWS).to(tl.int64), (num_k * COLUMNS).to(tl.int64)
+        row = tile * TILE_ROWS + lane
+        at = head * num_rows + tl.minimum(row, num_rows - 1)
+        queries = tl.load(rows + at[:, None] * PADDED_D + dim)
+        in_row = tl.maximum(tl.minimum(seq_q - row * PATCH_Q, PATCH_Q), 0)
+        sees = tl.zeros([TILE_ROWS], tl.int32) + seq_k  # so many keys
+        if CAUSAL:
+            sees = tl.minimum(row * PATCH_Q + in_row, seq_q) + (seq_k - seq_q)
+        fewest, most = tl.maximum(tl.min(sees, 0), 0), tl.maximum(tl.max(sees, 0), 0)
+        num_clear = tl.minimum(fewest, seq_k) // (TILE_COLUMNS * PATCH_K)
+        num_tiles = tl.cdiv(most, TILE_COLUMNS * PATCH_K)
+
+        top = tl.full([TILE_ROWS], float("-inf"), tl.float32)
+        sum_of_row = tl.zeros([TILE_ROWS], tl.float32)
+        keys_at = columns + (head // group) * num_columns * PADDED_D
+        for MASKED in tl.static_range(2):
+            for i in range(num_clear if MASKED else 0, num_tiles if MASKED else num_clear):
+                column = i * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
+                keys = tl.load(keys_at + tl.minimum(column, num_columns - 1)[None, :] * PADDED_D + dim[:, None])
+                scores = tl.dot(queries, keys, input_precision=PRECISION) * LOG2E
+                if MASKED:
+                    begin = column * PATCH_K
+                    in_column = tl.minimum(tl.maximum(seq_k - begin, 0), PATCH_K)
+                    count = tl.minimum(sees[:, None] - begin[None, :], in_column[None, :])
+                    raised = scores + tl.log2(tl.maximum(count, 1).to(tl.float32))
+                    scores = tl.where(count > 0, raised, float("-inf"))
+                of_block = scores
+                if COLUMNS > 1:
+                    parts = tl.reshape(scores, TILE_ROWS, BLOCKS, COLUMNS)
+                    high = tl.max(parts, 2)
+                    if MASKED:
+                        high = tl.where(high == float("-inf"), 0.0, high)
+                    of_block = high + tl.log2(tl.sum(tl.exp2(parts - high[:, :, None]), 2))
+                if not MASKED:
+                    of_block += tl.log2(PATCH_K * 1.0)
+                new_top = tl.maximum(top, tl.max(of_block, 1))
+                base = tl.where(new_top == float("-inf"), 0.0, new_top)
+                sum_of_row = sum_of_row * tl.exp2(top - base) + tl.sum(tl.exp2(of_block - base[:, None]), 1)
+                top = new_top
+                block = i * BLOCKS + tl.arange(0, BLOCKS)
+                if IN_PLACE:
+                    at = masses + (head * num_rows + row)[:, None] * num_k + block[None, :]
+                else:
+                    at = scratch + block.to(tl.int64)[None, :] * TILE_ROWS + lane[:, None]
+                tl.store(at, of_block, mask=(row < num_rows)[:, None] & (block < num_k)[None, :])
+
+        tl.debug_barrier()
+        of_row = tl.where(sum_of_row == 0.0, 0.0, top + tl.log2(sum_of_row))
+        in_block = tl.minimum(seq_q - row // ROWS * (ROWS * PATCH_Q), ROWS * PATCH_Q)
+        share = in_row.to(tl.float32) / tl.maximum(in_block, 1).to(tl.float32)
+        query_block = tile * (TILE_ROWS // ROWS) + tl.arange(0, TILE_ROWS // ROWS)
+        num_seen = tl.minimum(num_tiles * BLOCKS, num_k)
+        for start in range(0, num_k, TILE_BLOCKS):
+            block = start + tl.arange(0, TILE_BLOCKS)
+            if IN_PLACE:
+                at = masses + (head * num_rows + row)[None, :] * num_k + block[:, None]
+            else:
+                at = scratch + block.to(tl.int64)[:, None] * TILE_ROWS + lane[None, :]
+            there = (block < num_seen)[:, None] & (row < num_rows)[None, :]
+            of_block = tl.load(at, mask=there, other=float("-inf"))
+            weights = tl.exp2(of_block - of_row[None, :]) * share[None, :]
+            if not IN_PLACE:
+                weights = tl.sum(tl.reshape(weights, TILE_BLOCKS, TILE_ROWS // ROWS, ROWS), 2)
+            at = masses + (head * (num_rows // ROWS) + query_block)[None, :] * num_k + block[:, None]
+            tl.store(at, weights, mask=(block < num_k)[:, None] & (query_block < num_q)[None, :])
+        tl.debug_barrier()  # before the next tile writes over the scratch
+
+
+@triton.jit
+def weights_at(masses, forced, row, query, column, end, num_k):
+    """int32 that orders blocks as their masses do: forced ones before all others, −1 where the row does not see.
+
+    `row`, `query` and `end` are columns of a tile, or numbers; `column` is its row.
+    """
+    there = column < end
+    mass = tl.load(masses + row.to(tl.int64) * num_k + column, mask=there, other=0.0)
+    is_forced = tl.load(forced + query.to(tl.int64) * num_k + column, mask=there, other=0) != 0
+    bits = tl.minimum(mass.to(tl.int32, bitcast=True) & 0x7FFFFFFF, FORCED - 1)
+    return tl.where(there, tl.where(is_forced, FORCED, bits), -1)
+
+
+@triton.jit
+def with_digit(weights, prefix, DIGIT: tl.constexpr, SIZE: tl.constexpr):
+    """How often each value of a digit occurs among the weights whose digits before it are `prefix`."""
+    SHIFT: tl.constexpr = 24 - 8 * DIGIT
+    flat = tl.reshape(weights, SIZE)
+    if DIGIT == 0:
+        matches = flat >= 0
+    else:
+        matches = (flat >> (SHIFT + 8)) == prefix
+    return tl.histogram((flat >> SHIFT) & (BINS - 1), BINS, mask=matches)
+
+
+@triton.jit
+def narrowed(counts, prefix, wanted):
+    """The next digit of the weight of the `wanted`-th heaviest, and how many are wanted of those that share it."""
+    digit = tl.arange(0, BINS)
+    as_large = tl.cumsum(counts, 0, reverse=True)
+    found = tl.maximum(tl.sum((as_large >= tl.maximum(wanted, 1)).to(tl.int32), 0) - 1, 0)
+    return prefix * BINS + found, wanted - tl.sum(tl.where(digit > found, counts, 0), 0)
+
+
+@triton.jit
+def narrowed_by(counts, sample, batch, wanted, NUM: tl.constexpr):
+    """The first `NUM` digits, from what `digits_kernel` counted."""
+    prefix = wanted * 0
+    for DIGIT in tl.static_range(NUM):
+        of_digit = tl.load(counts + (DIGIT * batch + sample) * BINS + tl.arange(0, BINS))
+        prefix, wanted = narrowed(of_digit, prefix, wanted)
+    return prefix, wanted
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_heads", "num_q", "num_k"])
+def teams_kernel(
+    masses, forced, ends, limits, found, num_rows, num_heads, num_q, num_k, HEADS: tl.constexpr, TILE: tl.constexpr
+):
+    """The heads of a row that share a budget: the last weight it keeps, and of each row how many blocks are heavier,
+    and how many that are as heavy it keeps. `found` is int32 [3, rows]."""
+    pid = tl.program_id(0)
+    query = num_q - 1 - pid % num_q  # the longest first
+    head = tl.arange(0, HEADS)
+    row = (pid // num_q * num_heads + head) * num_q + query
+    end = tl.load(ends + query)
+    ends_of = tl.where(head < num_heads, end, 0)[:, None]
+    column = tl.arange(0, TILE)[None, :]
+    threshold, wanted = end * 0, tl.load(limits + query)
+    for DIGIT in tl.static_range(DIGITS):
+        counts = tl.zeros([BINS], tl.int32)
+        for start in range(0, end, TILE):
+            weights = weights_at(masses, forced, row[:, None], query, start + column, ends_of, num_k)
+            counts += with_digit(weights, threshold, DIGIT, HEADS * TILE)
+        threshold, wanted = narrowed(counts, threshold, wanted)
+    heavier, equal = tl.zeros([HEADS], tl.int32), tl.zeros([HEADS], tl.int32)
+    for start in range(0, end, TILE):
+        weights = weights_at(masses, forced, row[:, None], query, start + column, ends_of, num_k)
+        heavier += tl.sum((weights > threshold).to(tl.int32), 1)
+        equal += tl.sum((weights == threshold).to(tl.int32), 1)
+    before = tl.cumsum(equal, 0) - equal
+    allowed = tl.minimum(tl.maximum(wanted - before, 0), equal)
+    there = head < num_heads
+    tl.store(found + row, threshold + head * 0, mask=there)
+    tl.store(found + num_rows + row, heavier, mask=there)
+    tl.store(found + 2 * num_rows + row, allowed, mask=there)
+
+
+@triton.jit(do_not_specialize=["rows_a_sample", "num_q", "num_k"])
+def digits_kernel(
+    masses, forced, ends, limits, counts, rows_a_sample, num_q, num_k,
+    DIGIT: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """A few rows of a sample: how often each value of a digit occurs among weights that may still be the last kept."""
+    sample, batch = tl.program_id(1), tl.num_programs(1)
+    prefix, _ = narrowed_by(counts, sample, batch, tl.load(limits), DIGIT)
+    place = tl.program_id(0) * GROUP + tl.arange(0, GROUP)
+    row, query = sample * rows_a_sample + place, place % num_q
+    end = tl.load(ends + query, mask=place < rows_a_sample, other=0)
+    mine = tl.zeros([BINS], tl.int32)
+    for start in range(0, tl.max(end, 0), TILE):
+        column = start + tl.arange(0, TILE)[None, :]
+        weights = weights_at(masses, forced, row[:, None], query[:, None], column, end[:, None], num_k)
+        mine += with_digit(weights, prefix, DIGIT, GROUP * TILE)
+    at = counts + (DIGIT * batch + sample) * BINS + tl.arange(0, BINS)
+    tl.atomic_add(at, mine, mask=mine > 0, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["num_rows", "rows_a_sample", "num_q", "num_k"])
+def counts_kernel(
+    masses, forced, ends, limits, counts, found, num_rows, rows_a_sample, num_q, num_k,
+    GROUP: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """As the end of `teams_kernel`, but with all blocks that are as heavy: whose turn it is, the rows before decide."""
+    sample, batch = tl.program_id(1), tl.num_programs(1)
+    threshold, _ = narrowed_by(counts, sample, batch, tl.load(limits), DIGITS)
+    place = tl.program_id(0) * GROUP + tl.arange(0, GROUP)
+    row, query = sample * rows_a_sample + place, place % num_q
+    there = place < rows_a_sample
+    end = tl.load(ends + query, mask=there, other=0)
+    heavier, equal = tl.zeros([GROUP], tl.int32), tl.zeros([GROUP], tl.int32)
+    for start in range(0, tl.max(end, 0), TILE):
+        column = start + tl.arange(0, TILE)[None, :]
+        weights = weights_at(masses, forced, row[:, None], query[:, None], column, end[:, None], num_k)
+        heavier += tl.sum((weights > threshold).to(tl.int32), 1)
+        equal += tl.sum((weights == threshold).to(tl.int32), 1)
+    tl.store(found + row, threshold + place * 0, mask=there)
+    tl.store(found + num_rows + row, heavier, mask=there)
+    tl.store(found + 2 * num_rows + row, equal, mask=there)
+
+
+@triton.jit(do_not_specialize=["num_rows", "rows_a_sample", "batch"])
+def offsets_kernel(
+    found, counts, limits, offsets, num_rows, rows_a_sample, batch, SHARED: tl.constexpr, TILE: tl.constexpr
+):
+    """One program: the rows one after another, and with a SHARED budget what each keeps of the equally heavy blocks."""
+    done = batch * 0
+    tl.store(offsets, done)
+    for sample in range(batch):
+        wanted = batch * 0
+        if SHARED:
+            _, wanted = narrowed_by(counts, sample, batch, tl.load(limits), DIGITS)
+        for start in range(0, rows_a_sample, TILE):
+            place = start + tl.arange(0, TILE)
+            row, there = sample * rows_a_sample + place, place < rows_a_sample
+            kept = tl.load(found + num_rows + row, mask=there, other=0)
+            equal = tl.load(found + 2 * num_rows + row, mask=there, other=0)
+            if SHARED:
+                allowed = tl.minimum(tl.maximum(wanted - (tl.cumsum(equal, 0) - equal), 0), equal)
+                tl.store(found + 2 * num_rows + row, allowed, mask=there)
+                wanted -= tl.sum(equal, 0)
+                equal = allowed
+            kept += equal
+            tl.store(offsets + 1 + row, done + tl.cumsum(kept, 0), mask=there)
+            done += tl.sum(kept, 0)
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_q", "num_k"])
+def lists_kernel(
+    masses, forced, ends, last_full, found, offsets, splits, indices, work, num_rows, num_q, num_k, TILE: tl.constexpr
+):
+    """The list of one row, and its place among those of its head, the longest first: `BlockList`, `BlockList.work`."""
+    row = tl.program_id(0)
+    query = row % num_q
+    threshold, allowed = tl.load(found + row), tl.load(found + 2 * num_rows + row)
+    begin, stop = tl.load(offsets + row), tl.load(offsets + row + 1)
+    end, full_up_to = tl.load(ends + query), tl.load(last_full + query)
+    place, split, lane = begin, begin, tl.arange(0, TILE)
+    for start in range(0, end, TILE):
+        column = start + lane
+        weights = weights_at(masses, forced, row, query, column, end, num_k)
+        equal = (weights == threshold).to(tl.int32)
+        kept = ((weights > threshold) | ((equal > 0) & (tl.cumsum(equal, 0) <= allowed))).to(tl.int32)
+        tl.store(indices + place + tl.cumsum(kept, 0) - 1, column, mask=kept > 0)
+        allowed -= tl.sum(equal, 0)
+        place += tl.sum(kept, 0)
+        split += tl.sum(tl.where(column <= full_up_to, kept, 0), 0)
+    tl.store(splits + row, split)
+    longer = row * 0
+    for start in range(0, num_q, TILE):
+        other = start + lane
+        at = offsets + row - query + other
+        there = other < num_q
+        length = tl.load(at + 1, mask=there, other=0) - tl.load(at, mask=there, other=0)
+        earlier = (length > stop - begin) | ((length == stop - begin) & (other < query))
+        longer += tl.sum((earlier & there).to(tl.int32), 0)
+    at = work + (row - query + longer) * 4
+    tl.store(at, query)
+    tl.store(at + 1, begin)
+    tl.store(at + 2, split)
+    tl.store(at + 3, stop)
+
+
+def can_pool(head_dim: int, dtype: torch.dtype, blocks: tuple[int, int], patch: tuple[int, int]) -> bool:
+    """Whether `masses` has room for these patches of these blocks."""
+    parts = [block // size for block, size in zip(blocks, patch, strict=True) if block % size == 0]
+    return _padded(head_dim) * dtype.itemsize <= ROW_BYTES and len(parts) == 2 and max(parts) <= MOST_PARTS
+
+
+def masses(
+    q: Tensor, k: Tensor, blocks: tuple[int, int], patch: tuple[int, int], *, is_causal: bool, scale: float
+) -> Tensor:
+    """`ops.scores.estimated_masses` of `MeanPooled(*patch)`, without masks."""
+    q, k = rows_of(q), rows_of(k)
+    (batch, seq_q, heads, head_dim), (seq_k, heads_kv) = q.shape, k.shape[1:3]
+    num_q, num_k = ceil_div(seq_q, blocks[0]), ceil_div(seq_k, blocks[1])
+    of_q, of_k = blocks[0] // patch[0], blocks[1] // patch[1]
+    padded = _padded(head_dim)
+    rows = q.new_empty(batch * heads, num_q * of_q, padded)
+    columns = q.new_empty(batch * heads_kv, num_k * of_k, padded)
+    made = torch.empty(batch, heads, num_q, num_k, dtype=torch.float32, device=q.device)
+    spread_q, spread_k = (min(max(size // 4, 1), POOLED_AT_ONCE.value) for size in patch)
+    units_q = batch * heads * ceil_div(rows.shape[1] * spread_q, POOLED_AT_ONCE.value)
+    units_k = batch * heads_kv * ceil_div(columns.shape[1] * spread_k, POOLED_AT_ONCE.value)
+    # Few rows are spread over many small tiles; large tiles read the columns less often.
+    tile = max(of_q, min(32 * of_q, 128 if padded * q.dtype.itemsize <= ROW_BYTES // 2 else 64))
+    tiles = ceil_div(rows.shape[1], tile)
+    programs = min(batch * heads * tiles, WAVES * _processors(q.device))
+    scratch = made if of_q == 1 else torch.empty(programs, num_k, tile, dtype=torch.float32, device=q.device)
+    with _on(q.device):
+        pool_kernel[(units_q + units_k,)](
+            q, k, rows, columns, *q.stride()[:3], *k.stride()[:3],
+            heads, heads_kv, seq_q, seq_k, rows.shape[1], columns.shape[1], units_q, scale,
+            D=head_dim, PADDED_D=padded, PATCH_Q=patch[0], PATCH_K=patch[1], SPREAD_Q=spread_q, SPREAD_K=spread_k,
+            num_warps=4,
+        )  # fmt: skip
+        masses_kernel[(programs,)](
+            rows, columns, made, scratch, heads // heads_kv, seq_q, seq_k, num_q, num_k, tiles, batch * heads * tiles,
+            PADDED_D=padded, PATCH_Q=patch[0], PATCH_K=patch[1], ROWS=of_q, COLUMNS=of_k,
+            TILE_ROWS=tile, TILE_BLOCKS=32, CAUSAL=is_causal, PRECISION=precision_of(q.dtype),
+            num_warps=8 if tile == 128 else 4, num_stages=2,
+        )  # fmt: skip
+    return made
+
+
+def lists(
+    masses: Tensor, forced: Tensor, ends: Tensor, last_full: Tensor, limits: Tensor, places: int, team: str
+) -> tuple[BlockList, Tensor]:
+    """The heaviest blocks of each team as lists, and `BlockList.work` of them.
+
+    Args:
+        masses: float32 [batch, lists, query blocks, key blocks].
+        forced: bool [query blocks, key blocks]: kept before all others.
+        ends, last_full: int32 [query blocks]: how many blocks a row sees, and the last of them that is full.
+        limits: int32, how many a team keeps: [query blocks], or one number for team "sample".
+        places: how many blocks all teams keep.
+        team: "row", "heads" for the heads of a row together, or "sample" for all heads and rows.
+    """
+    batch, num_heads, num_q, num_k = masses.shape
+    num_rows = batch * num_heads * num_q
+    forced = forced.view(torch.uint8)
+
+    def ints(*shape: int) -> Tensor:
+        return torch.empty(*shape, dtype=torch.int32, device=masses.device)
+
+    found, offsets, splits, indices = ints(3, num_rows), ints(num_rows + 1), ints(num_rows), ints(places)
+    work, counts = ints(num_rows, 4), limits
+    sizes: dict[str, Any] = {"GROUP": GROUP, "TILE": WEIGHTS // GROUP}
+    rows_a_sample = num_heads * num_q
+    with _on(masses.device):
+        if team == "sample":
+            counts = torch.zeros(DIGITS.value, batch, BINS.value, dtype=torch.int32, device=masses.device)
+            grid = (ceil_div(rows_a_sample, GROUP), batch)
+            for digit in range(DIGITS.value):
+                digits_kernel[grid](
+                    masses, forced, ends, limits, counts, rows_a_sample, num_q, num_k,
+                    DIGIT=digit, **sizes, num_warps=4,
+                )  # fmt: skip
+            counts_kernel[grid](
+                masses, forced, ends, limits, counts, found, num_rows, rows_a_sample, num_q, num_k,
+                **sizes, num_warps=4,
+            )  # fmt: skip
+        else:
+            together = num_heads if team == "heads" else 1
+            of_team = triton.next_power_of_2(together)
+            teams_kernel[(num_rows // together,)](
+                masses, forced, ends, limits, found, num_rows, together, num_q, num_k,
+                HEADS=of_team, TILE=max(32, min(512, WEIGHTS // of_team)), num_warps=4,
+            )  # fmt: skip
+        shared = team == "sample"
+        offsets_kernel[(1,)](
+            found, counts, limits, offsets, num_rows, rows_a_sample if shared else num_rows, batch if shared else 1,
+            SHARED=shared, TILE=4096, num_warps=16,
+        )  # fmt: skip
+        lists_kernel[(num_rows,)](
+            masses, forced, ends, last_full, found, offsets, splits, indices, work, num_rows, num_q, num_k,
+            TILE=256, num_warps=2,
+        )  # fmt: skip
+    return BlockList(offsets, splits, indices, offsets.new_empty(0)), work
+
+
+def _padded(head_dim: int) -> int:
+    return max(16, triton.next_power_of_2(head_dim))
+
+
+def _processors(device: torch.device) -> int:
+    return num_processors(device) if device.type == "cuda" else 4
+
+
+def _on(device: torch.device) -> AbstractContextManager[Any]:
+    """Triton launches on the current device, whichever the tensors are on."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
