@@ -20,7 +20,7 @@ from dilated_attention_pytorch import BlockLayout, Branches, Documents, Full, Gl
 from dilated_attention_pytorch.backends import triton as backend
 from dilated_attention_pytorch.backends.base import Extras
 from dilated_attention_pytorch.backends.decoding import Cache
-from dilated_attention_pytorch.kernels import decode, hopper_backward, hopper_forward, launch
+from dilated_attention_pytorch.kernels import decode, hopper_backward, hopper_forward, launch, select
 from dilated_attention_pytorch.layout import layout_of_branches
 from dilated_attention_pytorch.layout.rows import rows_at
 
@@ -50,6 +50,8 @@ def recorded(capability):
             (hopper_forward, ("forward_kernel",)),
             (hopper_backward, ("backward_kernel",)),
             (decode, ("decode_kernel", "merge_kernel")),
+            (select, ("pool_kernel", "masses_kernel", "offsets_kernel", "lists_kernel")),
+            (select, ("teams_kernel", "digits_kernel", "counts_kernel")),
         )
         for name in names
     ]
@@ -142,9 +144,31 @@ def launches_of(capability, *, head_dim, dtype, block=128, heads_kv=2, everythin
     return launches
 
 
+SELECTIONS = {
+    "mean": {"head_dim": 128, "dtype": torch.bfloat16, "blocks": (128, 128), "patch": (128, 128)},
+    "patches": {"head_dim": 128, "dtype": torch.bfloat16, "blocks": (128, 128), "patch": (4, 4)},
+    "patches, odd and large heads": {"head_dim": 200, "dtype": torch.float16, "blocks": (256, 256), "patch": (4, 4)},
+    "patches, single precision": {"head_dim": 128, "dtype": torch.float32, "blocks": (64, 16), "patch": (16, 16)},
+}
+
+
+def launches_of_selection(capability, *, head_dim, dtype, blocks, patch):
+    """What choosing blocks launches; the lists are the same for all."""
+    q, k = (torch.empty(1, 1000, heads, head_dim, dtype=dtype) for heads in (4, 2))
+    with recorded(capability) as launches:
+        masses = select.masses(q, k, blocks, patch, is_causal=True, scale=1.0)
+        if patch == blocks:
+            forced, ints = torch.empty(masses.shape[2:], dtype=torch.bool), torch.empty(8, dtype=torch.int32)
+            for team in ("row", "heads", "sample"):
+                select.lists(masses, forced, ints, ints, ints, 99, team)
+    return launches
+
+
 if __name__ == "__main__":
     capability = tuple(map(int, sys.argv[1].split(".")))
-    for name, call in CALLS.items():
-        for kernel, args, kwargs in launches_of(capability, **call):
+    calls = [(name, launches_of(capability, **call)) for name, call in CALLS.items()]
+    calls += [(name, launches_of_selection(capability, **call)) for name, call in SELECTIONS.items()]
+    for name, launches in calls:
+        for kernel, args, kwargs in launches:
             compiled = compile_for(capability, kernel, args, kwargs)
             print(json.dumps({"call": name, "kernel": kernel.__name__, "shared": compiled.metadata.shared}), flush=True)

@@ -20,9 +20,10 @@ def test_compiles(capability):
     done = subprocess.run(command, capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr[-2000:]
     kernels = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(kernels) == 9 * 4 + 2 * 2
+    assert len(kernels) == 9 * 4 + 2 * 2 + 4 * 2 + 3 + 3 + 7
     names = {kernel["kernel"] for kernel in kernels}
     assert names >= {"forward_kernel", "rows_kernel", "dkv_kernel", "dq_kernel", "decode_kernel", "merge_kernel"}
+    assert names >= {"pool_kernel", "masses_kernel", "teams_kernel", "digits_kernel", "counts_kernel", "lists_kernel"}
     assert ("backward_kernel" in names) == (capability == "9.0")  # Hopper's own
     for kernel in kernels:
         assert kernel["shared"] <= KIB[capability] * 1024, kernel

@@ -1,4 +1,4 @@
-"""Choosing blocks in a few launches: what `ops.scores` and `ops.select` define, for mean-pooled scores and fixed budgets.
+"""Choosing blocks in a few launches: what `ops.scores` and `ops.select` define, for mean-pooled scores and budgets.
 
     masses   pool_kernel     every token is read once: mean queries and mean keys of patches
              masses_kernel   their products, a softmax along each row, summed by block
@@ -8,9 +8,9 @@
              offsets_kernel  where the list of each row begins
              lists_kernel    the blocks that are kept, and the order of work
 
-No block is sorted. A block's weight is an int32 that orders blocks as their masses do; the weight of the last one that a
-budget keeps is found eight bits at a time, by counting. Of equally heavy blocks the first are kept, so a budget is met
-exactly and all sizes are known on the host. A row sees its first `ends` blocks.
+No block is sorted. A block's weight is an int32 that orders blocks as their masses do; the weight of the last one that
+a budget keeps is found eight bits at a time, by counting. Of equally heavy blocks the first are kept, so a budget is
+met exactly and all sizes are known on the host. A row sees its first `ends` blocks.
 """
 
 from __future__ import annotations
@@ -85,28 +85,38 @@ def pool_kernel(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["group", "seq_q", "seq_k", "num_q", "num_k", "tiles", "total"])
+@triton.jit
+def sum_at(masses, scratch, row, lane, block, num_k, TILE_ROWS: tl.constexpr, ROWS: tl.constexpr):
+    """Where `masses_kernel` keeps the sum of a (row, key block)."""
+    if ROWS == 1:
+        at = masses + row * num_k + block
+    else:
+        at = scratch + block.to(tl.int64) * TILE_ROWS + lane
+    return at
+
+
+@triton.jit(do_not_specialize=["group", "seq_q", "seq_k", "num_q", "num_k", "num_columns", "tiles", "total"])
 def masses_kernel(
-    rows, columns, masses, scratch, group, seq_q, seq_k, num_q, num_k, tiles, total,
+    rows, columns, masses, scratch, group, seq_q, seq_k, num_q, num_k, num_columns, tiles, total,
     PADDED_D: tl.constexpr, PATCH_Q: tl.constexpr, PATCH_K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     TILE_ROWS: tl.constexpr, TILE_BLOCKS: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A tile of rows, `ROWS` for each query block, walks the columns that it sees, `COLUMNS` for each key block.
 
     The walk leaves log2 Σ 2^score for every (row, key block): in the place of the masses where a query block has one
-    row, else in the program's own part of `scratch`. A second walk, along these, weighs them by the rows' totals.
+    row, else in the program's own part of `scratch`. A second walk, along these, divides by the totals of the rows.
     """
     BLOCKS: tl.constexpr = TILE_COLUMNS // COLUMNS
-    IN_PLACE: tl.constexpr = ROWS == 1
     lane, dim = tl.arange(0, TILE_ROWS), tl.arange(0, PADDED_D)
-    if not IN_PLACE:
-        scratch += tl.program_id(0).to(tl.int64) * num_k * TILE_ROWS
+    within = tl.arange(0, TILE_COLUMNS)[None, :] * PADDED_D + dim[:, None]
+    a_tile = tl.full([], TILE_COLUMNS * PADDED_D, tl.int64)
+    scratch += tl.program_id(0).to(tl.int64) * num_k * TILE_ROWS
     for unit in range(tl.program_id(0), total, tl.num_programs(0)):
         head, tile = unit // tiles, tiles - 1 - unit % tiles  # of all samples; the longest tiles first
-        num_rows, num_columns = (num_q * ROWS).to(tl.int64), (num_k * COLUMNS).to(tl.int64)
+        num_rows = (num_q * ROWS).to(tl.int64)
         row = tile * TILE_ROWS + lane
-        at = head * num_rows + tl.minimum(row, num_rows - 1)
-        queries = tl.load(rows + at[:, None] * PADDED_D + dim)
+        row_at = head * num_rows + tl.minimum(row, num_rows - 1)
+        queries = tl.load(rows + row_at[:, None] * PADDED_D + dim)
         in_row = tl.maximum(tl.minimum(seq_q - row * PATCH_Q, PATCH_Q), 0)
         sees = tl.zeros([TILE_ROWS], tl.int32) + seq_k  # so many keys
         if CAUSAL:
@@ -117,37 +127,38 @@ def masses_kernel(
 
         top = tl.full([TILE_ROWS], float("-inf"), tl.float32)
         sum_of_row = tl.zeros([TILE_ROWS], tl.float32)
-        keys_at = columns + (head // group) * num_columns * PADDED_D
+        keys_at = columns + (head // group) * num_columns.to(tl.int64) * PADDED_D
         for MASKED in tl.static_range(2):
             for i in range(num_clear if MASKED else 0, num_tiles if MASKED else num_clear):
-                column = i * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
-                keys = tl.load(keys_at + tl.minimum(column, num_columns - 1)[None, :] * PADDED_D + dim[:, None])
+                column = tl.arange(0, TILE_COLUMNS) + i * TILE_COLUMNS
+                keys = tl.load(keys_at + i * a_tile + within)
                 scores = tl.dot(queries, keys, input_precision=PRECISION) * LOG2E
-                if MASKED:
+                if MASKED:  # a column counts as often as it has keys that the row sees
                     begin = column * PATCH_K
-                    in_column = tl.minimum(tl.maximum(seq_k - begin, 0), PATCH_K)
-                    count = tl.minimum(sees[:, None] - begin[None, :], in_column[None, :])
-                    raised = scores + tl.log2(tl.maximum(count, 1).to(tl.float32))
-                    scores = tl.where(count > 0, raised, float("-inf"))
-                of_block = scores
+                    in_column = tl.minimum(seq_k - begin, PATCH_K)
+                    count = tl.maximum(tl.minimum(sees[:, None] - begin[None, :], in_column[None, :]), 0)
+                    times = count.to(tl.float32) / PATCH_K
+                    scores = tl.where(count > 0, scores, float("-inf"))
                 if COLUMNS > 1:
                     parts = tl.reshape(scores, TILE_ROWS, BLOCKS, COLUMNS)
                     high = tl.max(parts, 2)
                     if MASKED:
                         high = tl.where(high == float("-inf"), 0.0, high)
-                    of_block = high + tl.log2(tl.sum(tl.exp2(parts - high[:, :, None]), 2))
-                if not MASKED:
-                    of_block += tl.log2(PATCH_K * 1.0)
+                    terms = tl.exp2(parts - high[:, :, None])
+                    if MASKED:
+                        terms *= tl.reshape(times, TILE_ROWS, BLOCKS, COLUMNS)
+                    of_block = high + tl.log2(tl.sum(terms, 2))
+                elif MASKED:
+                    of_block = scores + tl.log2(times)
+                else:
+                    of_block = scores
                 new_top = tl.maximum(top, tl.max(of_block, 1))
                 base = tl.where(new_top == float("-inf"), 0.0, new_top)
                 sum_of_row = sum_of_row * tl.exp2(top - base) + tl.sum(tl.exp2(of_block - base[:, None]), 1)
                 top = new_top
-                block = i * BLOCKS + tl.arange(0, BLOCKS)
-                if IN_PLACE:
-                    at = masses + (head * num_rows + row)[:, None] * num_k + block[None, :]
-                else:
-                    at = scratch + block.to(tl.int64)[None, :] * TILE_ROWS + lane[:, None]
-                tl.store(at, of_block, mask=(row < num_rows)[:, None] & (block < num_k)[None, :])
+                block = (tl.arange(0, BLOCKS) + i * BLOCKS)[None, :]
+                sums = sum_at(masses, scratch, row_at[:, None], lane[:, None], block, num_k, TILE_ROWS, ROWS)
+                tl.store(sums, of_block, mask=(row < num_rows)[:, None] & (block < num_k))
 
         tl.debug_barrier()
         of_row = tl.where(sum_of_row == 0.0, 0.0, top + tl.log2(sum_of_row))
@@ -156,18 +167,14 @@ def masses_kernel(
         query_block = tile * (TILE_ROWS // ROWS) + tl.arange(0, TILE_ROWS // ROWS)
         num_seen = tl.minimum(num_tiles * BLOCKS, num_k)
         for start in range(0, num_k, TILE_BLOCKS):
-            block = start + tl.arange(0, TILE_BLOCKS)
-            if IN_PLACE:
-                at = masses + (head * num_rows + row)[None, :] * num_k + block[:, None]
-            else:
-                at = scratch + block.to(tl.int64)[:, None] * TILE_ROWS + lane[None, :]
-            there = (block < num_seen)[:, None] & (row < num_rows)[None, :]
-            of_block = tl.load(at, mask=there, other=float("-inf"))
-            weights = tl.exp2(of_block - of_row[None, :]) * share[None, :]
-            if not IN_PLACE:
+            own = (start + tl.arange(0, TILE_BLOCKS))[:, None]
+            sums = sum_at(masses, scratch, row_at[None, :], lane[None, :], own, num_k, TILE_ROWS, ROWS)
+            there = (own < num_seen) & (row < num_rows)[None, :]
+            weights = tl.exp2(tl.load(sums, mask=there, other=float("-inf")) - of_row[None, :]) * share[None, :]
+            if ROWS > 1:
                 weights = tl.sum(tl.reshape(weights, TILE_BLOCKS, TILE_ROWS // ROWS, ROWS), 2)
-            at = masses + (head * (num_rows // ROWS) + query_block)[None, :] * num_k + block[:, None]
-            tl.store(at, weights, mask=(block < num_k)[:, None] & (query_block < num_q)[None, :])
+            at = (head * num_rows // ROWS + query_block)[None, :] * num_k + own
+            tl.store(masses + at, weights, mask=(own < num_k) & (query_block < num_q)[None, :])
         tl.debug_barrier()  # before the next tile writes over the scratch
 
 
@@ -369,7 +376,7 @@ def masses(
     of_q, of_k = blocks[0] // patch[0], blocks[1] // patch[1]
     padded = _padded(head_dim)
     rows = q.new_empty(batch * heads, num_q * of_q, padded)
-    columns = q.new_empty(batch * heads_kv, num_k * of_k, padded)
+    columns = q.new_empty(batch * heads_kv, ceil_div(num_k * of_k, TILE_COLUMNS.value) * TILE_COLUMNS.value, padded)
     made = torch.empty(batch, heads, num_q, num_k, dtype=torch.float32, device=q.device)
     spread_q, spread_k = (min(max(size // 4, 1), POOLED_AT_ONCE.value) for size in patch)
     units_q = batch * heads * ceil_div(rows.shape[1] * spread_q, POOLED_AT_ONCE.value)
@@ -377,6 +384,7 @@ def masses(
     # Few rows are spread over many small tiles; large tiles read the columns less often.
     tile = max(of_q, min(32 * of_q, 128 if padded * q.dtype.itemsize <= ROW_BYTES // 2 else 64))
     tiles = ceil_div(rows.shape[1], tile)
+    effort = {"num_warps": 8, "maxnreg": 128} if tile == 128 else {"num_warps": 4}
     programs = min(batch * heads * tiles, WAVES * _processors(q.device))
     scratch = made if of_q == 1 else torch.empty(programs, num_k, tile, dtype=torch.float32, device=q.device)
     with _on(q.device):
@@ -387,10 +395,11 @@ def masses(
             num_warps=4,
         )  # fmt: skip
         masses_kernel[(programs,)](
-            rows, columns, made, scratch, heads // heads_kv, seq_q, seq_k, num_q, num_k, tiles, batch * heads * tiles,
+            rows, columns, made, scratch, heads // heads_kv, seq_q, seq_k, num_q, num_k, columns.shape[1],
+            tiles, batch * heads * tiles,
             PADDED_D=padded, PATCH_Q=patch[0], PATCH_K=patch[1], ROWS=of_q, COLUMNS=of_k,
             TILE_ROWS=tile, TILE_BLOCKS=32, CAUSAL=is_causal, PRECISION=precision_of(q.dtype),
-            num_warps=8 if tile == 128 else 4, num_stages=2,
+            num_stages=2 if q.dtype.itemsize == 2 else 1, **effort,
         )  # fmt: skip
     return made
 

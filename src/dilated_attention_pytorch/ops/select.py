@@ -362,7 +362,7 @@ def select_blocks(
         masses = masses.masked_fill(~grid.visible, 0.0)
         masses = masses / masses.sum(-1, keepdim=True).clamp(min=torch.finfo(masses.dtype).tiny)
     made = {}
-    if kernels and type(selector) in (TopK, SharedBudget):
+    if kernels and (type(selector) is TopK or type(selector) is SharedBudget):
         by_query, made["query_work"] = kernels.lists(masses, grid.forced, *_budget(selector, grid, masses.shape[:2]))
     else:
         keep = selector.keep(masses, grid) & grid.visible
@@ -433,11 +433,12 @@ class _Budget(NamedTuple):
 @torch.inference_mode(False)  # remembered for training too, whatever mode the first call was made in
 def _budget(selector: TopK | SharedBudget, grid: Grid, sizes: tuple[int, int]) -> _Budget:
     """Grids without masks, which are remembered themselves. `sizes` are samples and lists of each."""
-    team, limits = "sample", [selector.most(grid, sizes[1])]
+    (batch, lists), device = sizes, grid.forced.device
+    team, counts = "sample", [selector.most(grid, lists)]
     if isinstance(selector, TopK):
-        team, limits = "heads" if selector.across_heads else "row", selector.counts(grid, sizes[1])
-    ends, limits = (torch.tensor(x, dtype=torch.int32, device=grid.forced.device) for x in (grid.num_visible, limits))
-    return _Budget(ends, grid.last_full.int(), limits, sizes[0] * _places(selector, grid, sizes[1]), team)
+        team, counts = "heads" if selector.across_heads else "row", selector.counts(grid, lists)
+    ends, limits = (torch.tensor(x, dtype=torch.int32, device=device) for x in (grid.num_visible, counts))
+    return _Budget(ends, grid.last_full.int(), limits, batch * _places(selector, grid, lists), team)
 
 
 def _listed(keep: Tensor, last_full: Tensor, places: int) -> BlockList:

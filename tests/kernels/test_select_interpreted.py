@@ -1,0 +1,187 @@
+"""Choosing blocks by the kernels, in Triton's interpreter: the same as by the operators that define it."""
+
+import warnings
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dilated_attention_pytorch import (
+    CumulativeMass,
+    MeanPooled,
+    SharedBudget,
+    TopK,
+    block_sparse_attention,
+    select_blocks,
+)
+from dilated_attention_pytorch.ops import select
+from dilated_attention_pytorch.ops.scores import estimated_masses
+
+pytest.importorskip("triton", reason="needs triton, which there is for Linux alone")
+if torch.cuda.is_available():
+    pytest.skip("needs a machine without a CUDA device: tests/gpu has the same there", allow_module_level=True)
+
+from dilated_attention_pytorch.kernels import select as kernels
+
+SELECTORS = [SharedBudget(0.3), TopK(0.3), TopK(0.3, even=True, across_heads=True)]
+PATCHES = [(None, None), (4, 4), (16, 16), (None, 8), (1, 16)]
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    """Empty sums have the logarithm −inf: numpy, which the interpreter runs on, would warn of it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        yield
+
+
+@pytest.fixture
+def by_kernels(monkeypatch):
+    """The kernels serve float32 here too; what they are asked for is in the list."""
+    asked = []
+    for name in ("masses", "lists"):
+        run = getattr(kernels, name)
+        monkeypatch.setattr(kernels, name, lambda *a, name=name, run=run, **k: (asked.append(name), run(*a, **k))[1])
+    monkeypatch.setattr(select, "_has_kernels", lambda device, dtype, head_dim: dtype == torch.float32)
+    return asked
+
+
+def inputs(seq_q, seq_k=None, dtype=torch.float32, batch=2, head_dim=24):
+    q = torch.randn(batch, seq_q, 4, head_dim, dtype=torch.float64)
+    return (2 * q).to(dtype), (2 * torch.randn(batch, seq_k or seq_q, 2, head_dim, dtype=torch.float64)).to(dtype)
+
+
+def fused_masses(q, k, patch, blocks, is_causal):
+    patch = tuple(size or block for size, block in zip(patch, blocks, strict=True))
+    assert kernels.can_pool(q.shape[3], q.dtype, blocks, patch)
+    return kernels.masses(q, k, blocks, patch, is_causal=is_causal, scale=0.3)
+
+
+@settings(max_examples=12)
+@given(
+    st.tuples(st.integers(1, 200), st.integers(1, 200)) | st.integers(1, 300).map(lambda n: (n, n)),
+    st.sampled_from([(16, 16), (32, 16), (16, 64), (64, 16), (128, 128)]), st.sampled_from(PATCHES[:4]), st.booleans(),
+    st.integers(0, 2**31),
+)  # fmt: skip
+def test_masses(sizes, blocks, patch, is_causal, seed):
+    torch.manual_seed(seed)
+    q, k = inputs(*sizes)
+    got = fused_masses(q, k, patch, blocks, is_causal)
+    want = estimated_masses(q.double(), k.double(), MeanPooled(*patch), blocks, is_causal=is_causal, scale=0.3)
+    torch.testing.assert_close(got.double(), want, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("patch", PATCHES)
+def test_half_precision_masses(patch):
+    """About as far from the truth as the operators, whose features are rounded alike, and their scores too."""
+    q, k = inputs(200, dtype=torch.float16, batch=1)
+    want = estimated_masses(q.double(), k.double(), MeanPooled(*patch), (32, 16), is_causal=True, scale=0.3)
+    plain = estimated_masses(q, k, MeanPooled(*patch), (32, 16), is_causal=True, scale=0.3)
+    error = (fused_masses(q, k, patch, (32, 16), True).double() - want).abs().max()
+    assert error <= 2 * (plain.double() - want).abs().max() + 1e-6
+
+
+def test_strided_inputs():
+    q, k = inputs(100)
+    want = fused_masses(q, k, (4, 4), (32, 16), True)
+    q = q.transpose(1, 2).contiguous().transpose(1, 2)
+    k = k.transpose(2, 3).contiguous().transpose(2, 3)
+    assert torch.equal(fused_masses(q, k, (4, 4), (32, 16), True), want)
+
+
+def first_of_stable_order(selector, masses, grid):
+    """The blocks that a selector keeps, the first of equally heavy ones."""
+    priority = grid.priority(masses)
+    batch, lists, num_k = *masses.shape[:2], masses.shape[3]
+    if isinstance(selector, SharedBudget):
+        teams, counts = priority.reshape(batch, 1, -1), torch.tensor([[selector.most(grid, lists)]])
+    else:
+        counts = torch.tensor(selector.counts(grid, lists))
+        teams = priority.transpose(1, 2).flatten(2) if selector.across_heads else priority
+    order = teams.sort(dim=-1, descending=True, stable=True).indices
+    kept = torch.zeros_like(teams, dtype=torch.bool)
+    kept.scatter_(-1, order, (torch.arange(order.shape[-1]) < counts[..., None]).expand_as(order))
+    if isinstance(selector, TopK) and selector.across_heads:
+        kept = kept.unflatten(2, (lists, num_k)).transpose(1, 2)
+    return kept.view_as(masses) & grid.visible
+
+
+@settings(max_examples=12)
+@given(
+    st.tuples(st.integers(1, 200), st.integers(1, 300)) | st.integers(1, 300).map(lambda n: (n, n)),
+    st.sampled_from([(16, 16), (64, 16), (32, 128)]),
+    st.sampled_from([*SELECTORS, SharedBudget(1.0), SharedBudget(0.001), TopK(0.2, across_heads=True)]),
+    st.booleans(), st.sampled_from([1, 2, 3]), st.sampled_from(["different", "tied", "nothing", "nan"]),
+    st.integers(0, 2**31),
+)  # fmt: skip
+def test_lists(sizes, blocks, selector, is_causal, lists, kind, seed):
+    """Given the masses, exactly the lists that the operators make; where masses tie, of the first blocks."""
+    torch.manual_seed(seed)
+    grid = select._grid(sizes, blocks, is_causal, 1, 1, torch.device("cpu"))
+    masses = torch.rand(2, lists, *grid.visible.shape)
+    masses = {"different": masses, "tied": (masses * 3).round(), "nothing": masses * 0, "nan": masses * 0}[kind]
+    given = masses / masses if kind == "nan" else masses
+    budget = select._budget(selector, grid, masses.shape[:2])
+    got, work = kernels.lists(given, grid.forced, *budget)
+    want = select._listed(first_of_stable_order(selector, masses, grid), grid.last_full, budget.places)
+    for ours, theirs in zip(got.tensors(), want.tensors(), strict=True):
+        assert torch.equal(ours, theirs)
+    assert torch.equal(work, want.work(2 * lists))
+
+
+@pytest.mark.parametrize("selector", SELECTORS, ids=repr)
+@pytest.mark.parametrize("call", [{"block_size": 16}, {"block_size": (64, 16), "sink": 0, "per_kv_head": True}])
+def test_the_same_choice(selector, call, by_kernels, monkeypatch):
+    """As without the kernels, through the attention that follows; each sample as if it were alone."""
+    q, k = inputs(150)
+    call |= {"selector": selector, "is_causal": True}
+    layout = select_blocks(q, k, **call)
+    assert by_kernels == ["masses", "lists"]
+    replace(layout)  # the constructor refuses lists that are not a layout
+    mask = layout.to_block_mask()
+    assert torch.equal(select_blocks(q[1:], k[1:], **call).to_block_mask(), mask[1:])
+    out = block_sparse_attention(q, k, k, layout, backend="triton")
+    torch.testing.assert_close(out, block_sparse_attention(q, k, k, layout, backend="reference"), rtol=0, atol=1e-5)
+    monkeypatch.undo()
+    plain = select_blocks(q, k, **call)
+    assert torch.equal(mask, plain.to_block_mask())
+    assert torch.equal(layout.query_work, plain.query_work)
+
+
+@pytest.mark.parametrize(
+    ("scorer", "selector"), [("mean", TopK(0.5)), ("patches", TopK(0.5, even=True, across_heads=True))]
+)
+def test_a_causal_choice_never_looks_ahead(scorer, selector, by_kernels):
+    q, k = inputs(192, batch=1)
+    other_q, other_k = q.clone(), k.clone()
+    other_q[:, 128:], other_k[:, 128:] = inputs(64, batch=1)
+    call = {"scorer": scorer, "selector": selector, "block_size": 16, "is_causal": True, "sink": 0}
+    before, after = (select_blocks(a, b, **call).to_block_mask() for a, b in ((q, k), (other_q, other_k)))
+    assert torch.equal(before[:, :, :8], after[:, :, :8])
+    assert not torch.equal(before, after)
+
+
+def test_who_is_served(by_kernels):
+    """The kernels take what they have; the rest goes the way of the operators."""
+    q, k = inputs(64)
+    call = {"selector": SharedBudget(0.5), "block_size": 16}
+    served = [
+        (call, ["masses", "lists"]),
+        (call | {"scorer": "minmax"}, ["lists"]),
+        (call | {"scorer": MeanPooled(1, 1), "block_size": 128}, ["lists"]),  # more rows a block than a tile has
+        (call | {"selector": CumulativeMass(0.5)}, ["masses"]),
+        (call | {"key_padding_mask": torch.zeros(2, 64, dtype=torch.bool)}, []),
+        (call | {"document_ids": torch.zeros(2, 64, dtype=torch.int64)}, []),
+    ]
+    for options, expected in served:
+        by_kernels.clear()
+        select_blocks(q, k, **options)
+        assert by_kernels == expected
+    by_kernels.clear()
+    select_blocks(q.double(), k.double(), **call)
+    torch.compile(select_blocks, backend="eager")(q, k, **call)
+    assert by_kernels == []
+    with pytest.raises(ValueError, match="must divide the block, 16 tokens, got 3"):
+        select_blocks(q, k, scorer=MeanPooled(3, 4), **call)
