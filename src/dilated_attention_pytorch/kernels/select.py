@@ -192,15 +192,21 @@ def weights_at(masses, forced, row, query, column, end, num_k):
 
 
 @triton.jit
-def with_digit(weights, prefix, DIGIT: tl.constexpr, SIZE: tl.constexpr):
+def with_digit(counts, weights, prefix, DIGIT: tl.constexpr, SIZE: tl.constexpr):
     """How often each value of a digit occurs among the weights whose digits before it are `prefix`."""
     SHIFT: tl.constexpr = 24 - 8 * DIGIT
     flat = tl.reshape(weights, SIZE)
+    digit = (flat >> SHIFT) & (BINS - 1)
     if DIGIT == 0:
         matches = flat >= 0
     else:
         matches = (flat >> (SHIFT + 8)) == prefix
-    return tl.histogram((flat >> SHIFT) & (BINS - 1), BINS, mask=matches)
+    if DIGIT < 2:
+        counts += tl.histogram(digit, BINS, mask=matches)
+    else:  # few are left: most tiles have none of them
+        if tl.max(matches.to(tl.int32), 0) > 0:
+            counts += tl.histogram(digit, BINS, mask=matches)
+    return counts
 
 
 @triton.jit
@@ -240,7 +246,7 @@ def teams_kernel(
         counts = tl.zeros([BINS], tl.int32)
         for start in range(0, end, TILE):
             weights = weights_at(masses, forced, row[:, None], query, start + column, ends_of, num_k)
-            counts += with_digit(weights, threshold, DIGIT, HEADS * TILE)
+            counts = with_digit(counts, weights, threshold, DIGIT, HEADS * TILE)
         threshold, wanted = narrowed(counts, threshold, wanted)
     heavier, equal = tl.zeros([HEADS], tl.int32), tl.zeros([HEADS], tl.int32)
     for start in range(0, end, TILE):
@@ -270,7 +276,7 @@ def digits_kernel(
     for start in range(0, tl.max(end, 0), TILE):
         column = start + tl.arange(0, TILE)[None, :]
         weights = weights_at(masses, forced, row[:, None], query[:, None], column, end[:, None], num_k)
-        mine += with_digit(weights, prefix, DIGIT, GROUP * TILE)
+        mine = with_digit(mine, weights, prefix, DIGIT, GROUP * TILE)
     at = counts + (DIGIT * batch + sample) * BINS + tl.arange(0, BINS)
     tl.atomic_add(at, mine, mask=mine > 0, sem="relaxed")
 
@@ -419,7 +425,7 @@ def lists(
     """
     batch, num_heads, num_q, num_k = masses.shape
     num_rows = batch * num_heads * num_q
-    forced = forced.view(torch.uint8)
+    masses, forced = masses.contiguous(), forced.view(torch.uint8)
 
     def ints(*shape: int) -> Tensor:
         return torch.empty(*shape, dtype=torch.int32, device=masses.device)

@@ -22,8 +22,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ..backends import triton
 from ..backends.base import Request, aligned_queries
+from ..backends.triton import can_run
 from ..layout import BlockLayout, BlockList
 from ..layout.build import Span
 from ..layout.checks import block_pair
@@ -411,7 +411,7 @@ def _has_kernels(device: torch.device, dtype: torch.dtype, head_dim: int) -> boo
         masked=False,
         return_lse=False,
     )
-    return triton.can_run(request)[0]
+    return can_run(request)[0]
 
 
 def _patch_of(scorer: Scorer, blocks: tuple[int, int]) -> tuple[int, int] | None:
