@@ -58,6 +58,7 @@ def selection(tokens: int = 65536) -> list[dict[str, Any]]:
         "gate": gate,
         "patches 32x32": MeanPooled(32, 32),
         "patches 16x16": MeanPooled(16, 16),
+        "patches 4x4": MeanPooled(4, 4),
         "antidiagonal 16": Antidiagonal(16),
     }
     calls = [(name, "even", EVEN, (128, 128)) for name in scorers]

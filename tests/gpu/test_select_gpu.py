@@ -7,6 +7,7 @@ from dilated_attention_pytorch import (
     BlockGate,
     BlockSparseAdaptive,
     CumulativeMass,
+    MeanPooled,
     RelativeThreshold,
     SharedBudget,
     TopK,
@@ -15,6 +16,8 @@ from dilated_attention_pytorch import (
     kept_mass,
     select_blocks,
 )
+from dilated_attention_pytorch.ops import select
+from dilated_attention_pytorch.ops.scores import estimated_masses
 from dilated_attention_pytorch.ops.select import SCORERS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -28,6 +31,9 @@ SELECTORS = [
     RelativeThreshold(0.3, at_most=0.4),
 ]
 BLOCKS = [16, (64, 16), 128]
+
+
+FUSED = SELECTORS[:3]  # budgets that are known beforehand
 
 
 def inputs(seq=700, dtype=torch.float64):
@@ -116,3 +122,116 @@ def test_soft_gate():
         found[backend] = [out, *(p.grad.clone() for p in gate.parameters())]
     for got, want in zip(found["auto"], found["reference"], strict=True):
         assert (got.double() - want.double()).norm() < 3e-2 * want.double().norm()
+
+
+def normal(*shape, dtype):
+    return torch.randn(*shape, device="cuda").to(dtype)
+
+
+def far_from(got, want):
+    return (got.double() - want).abs().max().item()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("patch", [(None, None), (4, 4), (16, 16)], ids=str)
+@pytest.mark.parametrize("blocks", [(128, 128), (64, 64), (64, 16), (128, 32), (16, 256)], ids=str)
+def test_masses_by_kernels(blocks, patch, dtype):
+    """About as far from the truth as the operators in the same dtype, whatever the lengths and head dimension."""
+    from dilated_attention_pytorch.kernels import select as kernels
+
+    size = tuple(n or block for n, block in zip(patch, blocks, strict=True))
+    cases = [(1, 1, 64), (100, 100, 80), (129, 1000, 128), (1000, 300, 128), (4096, 4096, 128), (1500, 1500, 24)]
+    for seq_q, seq_k, head_dim in cases:
+        for is_causal in (False, True):
+            q, k = normal(2, seq_q, 4, head_dim, dtype=dtype), normal(2, seq_k, 2, head_dim, dtype=dtype)
+            assert kernels.can_pool(head_dim, dtype, blocks, size)
+            got = kernels.masses(q, k, blocks, size, is_causal=is_causal, scale=0.5)
+            call = {"scorer": MeanPooled(*patch), "blocks": blocks, "is_causal": is_causal, "scale": 0.5}
+            want = estimated_masses(q.double(), k.double(), **call)
+            assert far_from(got, want) <= 2 * far_from(estimated_masses(q, k, **call), want) + 5e-6
+
+
+@pytest.mark.parametrize("head_dim", [128, 256])
+def test_masses_at_65536_tokens(head_dim):
+    from dilated_attention_pytorch.kernels import select as kernels
+
+    q, k = normal(1, 65536, 4, head_dim, dtype=torch.bfloat16), normal(1, 65536, 2, head_dim, dtype=torch.bfloat16)
+    for size in ((128, 128), (16, 16), (4, 4)):
+        got = kernels.masses(q, k, (128, 128), size, is_causal=True, scale=1.0)
+        call = {"scorer": MeanPooled(*size), "blocks": (128, 128), "is_causal": True, "scale": 1.0}
+        want = estimated_masses(q.float(), k.float(), **call).double()
+        assert far_from(got, want) <= 2 * far_from(estimated_masses(q, k, **call), want) + 5e-6
+        seen = torch.ones_like(want[0, 0]).tril().bool()
+        assert (got[:, :, ~seen] == 0).all()
+        torch.testing.assert_close(got.sum(-1), torch.ones_like(got[..., 0]), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["different", "tied", "nan"])
+@pytest.mark.parametrize("selector", [*FUSED, SharedBudget(1.0), TopK(0.1, across_heads=True)], ids=repr)
+def test_lists_by_kernels(selector, kind):
+    """Given the masses: exactly the lists of the first of equally heavy blocks, and their order of work."""
+    from dilated_attention_pytorch.kernels import select as kernels
+    from tests.selection import first_kept
+
+    for lengths, blocks, lists in [
+        ((1, 1), (16, 16), 1), ((700, 900), (64, 16), 4), ((9000, 9000), (16, 16), 3), ((65536, 65536), (128, 128), 16),
+    ]:  # fmt: skip
+        for is_causal in (False, True):
+            grid = select._grid(lengths, blocks, is_causal, 1, 1, torch.device("cuda", 0))
+            masses = torch.rand(2, lists, *grid.visible.shape, device="cuda")
+            masses = (masses * 3).round() if kind == "tied" else masses if kind == "different" else masses * 0
+            given = masses / masses if kind == "nan" else masses
+            budget = select._budget(selector, grid, masses.shape[:2])
+            got, work = kernels.lists(given, grid.forced, *budget)
+            want = select._listed(first_kept(selector, masses, grid), grid.last_full, budget.places)
+            for ours, theirs in zip(got.tensors(), want.tensors(), strict=True):
+                assert torch.equal(ours, theirs)
+            assert torch.equal(work, want.work(2 * lists))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("selector", FUSED, ids=repr)
+@pytest.mark.parametrize("scorer", ["mean", "patches", MeanPooled(16, 16)], ids=str)
+def test_a_choice_by_kernels_is_as_good(scorer, selector, dtype, monkeypatch):
+    """As many blocks as by the operators, of the same mass; and each sample as if it were alone."""
+    for seq, block_size, per_kv_head in [(700, (64, 16), False), (5000, (128, 32), True), (4096, 64, False)]:
+        q, k = normal(2, seq, 4, 64, dtype=dtype), normal(2, seq, 2, 64, dtype=dtype)
+        call = {"scorer": scorer, "selector": selector, "block_size": block_size, "is_causal": True}
+        call |= {"per_kv_head": per_kv_head, "scale": 0.5}
+        layout = select_blocks(q, k, **call)
+        ours = layout.to_block_mask()
+        assert torch.equal(select_blocks(q[1:], k[1:], **call).to_block_mask(), ours[1:])
+        with monkeypatch.context() as patched:
+            patched.setattr(select, "_has_kernels", lambda *args: False)
+            theirs = select_blocks(q, k, **call).to_block_mask()
+        blocks = (layout.block_q, layout.block_k)
+        truth = estimated_masses(q.double(), k.double(), select.scorer_of(scorer), blocks, is_causal=True, scale=0.5)
+        truth = truth.unflatten(1, (2, -1)).mean(2) if per_kv_head else truth
+        kept, kept_by_operators = ((truth * mask).sum((1, 2, 3)) for mask in (ours, theirs))
+        assert torch.equal(ours.sum((1, 2, 3)), theirs.sum((1, 2, 3)))
+        torch.testing.assert_close(kept, kept_by_operators, rtol=1e-3, atol=0)
+        assert (ours != theirs).sum() <= 0.03 * theirs.sum()
+
+
+def test_no_new_selection_kernel_for_a_new_length():
+    from dilated_attention_pytorch.kernels import select as kernels
+
+    compiled = [
+        kernels.pool_kernel, kernels.masses_kernel, kernels.teams_kernel, kernels.digits_kernel, kernels.counts_kernel,
+        kernels.offsets_kernel, kernels.lists_kernel,
+    ]  # fmt: skip
+
+    def choose(seq, batch):
+        for selector in FUSED:
+            for scorer in ("mean", "patches"):
+                q, k = (normal(batch, seq, heads, 64, dtype=torch.bfloat16) for heads in (4, 2))
+                select_blocks(q, k, scorer=scorer, selector=selector, block_size=64, is_causal=True)
+
+    def made():
+        return [len(kernel.device_caches[torch.cuda.current_device()][0]) for kernel in compiled]
+
+    choose(700, 1)
+    before = made()
+    for seq, batch in ((1, 2), (64, 3), (1000, 1), (16384, 2)):
+        choose(seq, batch)
+    assert made() == before

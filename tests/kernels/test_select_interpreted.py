@@ -18,6 +18,7 @@ from dilated_attention_pytorch import (
 )
 from dilated_attention_pytorch.ops import select
 from dilated_attention_pytorch.ops.scores import estimated_masses
+from tests.selection import first_kept
 
 pytest.importorskip("triton", reason="needs triton, which there is for Linux alone")
 if torch.cuda.is_available():
@@ -83,29 +84,23 @@ def test_half_precision_masses(patch):
     assert error <= 2 * (plain.double() - want).abs().max() + 1e-6
 
 
+@pytest.mark.parametrize("programs", [2, 3, 5])
+def test_tiles_are_dealt_out(programs, monkeypatch):
+    """However few programs share them, there and back: each is done once."""
+    q, k = inputs(600, batch=1)
+    want = estimated_masses(q.double(), k.double(), MeanPooled(4, 16), (16, 16), is_causal=True, scale=0.3)
+    monkeypatch.setattr(kernels, "WAVES", 1)
+    monkeypatch.setattr(kernels, "_processors", lambda device: programs)
+    got = fused_masses(q, k, (4, 16), (16, 16), True)
+    torch.testing.assert_close(got.double(), want, rtol=0, atol=1e-6)
+
+
 def test_strided_inputs():
     q, k = inputs(100)
     want = fused_masses(q, k, (4, 4), (32, 16), True)
     q = q.transpose(1, 2).contiguous().transpose(1, 2)
     k = k.transpose(2, 3).contiguous().transpose(2, 3)
     assert torch.equal(fused_masses(q, k, (4, 4), (32, 16), True), want)
-
-
-def first_of_stable_order(selector, masses, grid):
-    """The blocks that a selector keeps, the first of equally heavy ones."""
-    priority = grid.priority(masses)
-    batch, lists, num_k = *masses.shape[:2], masses.shape[3]
-    if isinstance(selector, SharedBudget):
-        teams, counts = priority.reshape(batch, 1, -1), torch.tensor([[selector.most(grid, lists)]])
-    else:
-        counts = torch.tensor(selector.counts(grid, lists))
-        teams = priority.transpose(1, 2).flatten(2) if selector.across_heads else priority
-    order = teams.sort(dim=-1, descending=True, stable=True).indices
-    kept = torch.zeros_like(teams, dtype=torch.bool)
-    kept.scatter_(-1, order, (torch.arange(order.shape[-1]) < counts[..., None]).expand_as(order))
-    if isinstance(selector, TopK) and selector.across_heads:
-        kept = kept.unflatten(2, (lists, num_k)).transpose(1, 2)
-    return kept.view_as(masses) & grid.visible
 
 
 @settings(max_examples=12)
@@ -125,7 +120,7 @@ def test_lists(sizes, blocks, selector, is_causal, lists, kind, seed):
     given = masses / masses if kind == "nan" else masses
     budget = select._budget(selector, grid, masses.shape[:2])
     got, work = kernels.lists(given, grid.forced, *budget)
-    want = select._listed(first_of_stable_order(selector, masses, grid), grid.last_full, budget.places)
+    want = select._listed(first_kept(selector, masses, grid), grid.last_full, budget.places)
     for ours, theirs in zip(got.tensors(), want.tensors(), strict=True):
         assert torch.equal(ours, theirs)
     assert torch.equal(work, want.work(2 * lists))

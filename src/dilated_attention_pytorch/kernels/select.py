@@ -35,7 +35,8 @@ MOST_PARTS = 64
 TILE_COLUMNS = tl.constexpr(64)
 ROW_BYTES = 512  # of a row or column; with the tiles they must fit the shared memory of any GPU
 POOLED_AT_ONCE = tl.constexpr(32)  # tokens
-WAVES = 2  # programs of `masses_kernel` for each processor
+WAVES = 2  # programs of `masses_kernel` for each processor,
+SCRATCH = 1 << 27  # and numbers that all of them may store
 WEIGHTS = 2048  # blocks that a program of the selection looks at together
 GROUP = 8  # rows that it takes together where the budget is a sample's
 BINS = tl.constexpr(256)
@@ -95,13 +96,14 @@ def sum_at(masses, scratch, row, lane, block, num_k, TILE_ROWS: tl.constexpr, RO
     return at
 
 
-@triton.jit(do_not_specialize=["group", "seq_q", "seq_k", "num_q", "num_k", "num_columns", "tiles", "total"])
+@triton.jit(do_not_specialize=["heads", "group", "seq_q", "seq_k", "num_q", "num_k", "num_columns", "tiles", "total"])
 def masses_kernel(
-    rows, columns, masses, scratch, group, seq_q, seq_k, num_q, num_k, num_columns, tiles, total,
+    rows, columns, masses, scratch, heads, group, seq_q, seq_k, num_q, num_k, num_columns, tiles, total,
     PADDED_D: tl.constexpr, PATCH_Q: tl.constexpr, PATCH_K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     TILE_ROWS: tl.constexpr, TILE_BLOCKS: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A tile of rows, `ROWS` for each query block, walks the columns that it sees, `COLUMNS` for each key block.
+    `heads` are those of all samples.
 
     The walk leaves log2 Σ 2^score for every (row, key block): in the place of the masses where a query block has one
     row, else in the program's own part of `scratch`. A second walk, along these, divides by the totals of the rows.
@@ -111,8 +113,13 @@ def masses_kernel(
     within = tl.arange(0, TILE_COLUMNS)[None, :] * PADDED_D + dim[:, None]
     a_tile = tl.full([], TILE_COLUMNS * PADDED_D, tl.int64)
     scratch += tl.program_id(0).to(tl.int64) * num_k * TILE_ROWS
-    for unit in range(tl.program_id(0), total, tl.num_programs(0)):
-        head, tile = unit // tiles, tiles - 1 - unit % tiles  # of all samples; the longest tiles first
+    programs = tl.num_programs(0)
+    for place in range(tl.program_id(0), total, programs):
+        # The longest tiles first, dealt out there and back: all programs get about as much.
+        turn = place // programs
+        back = (turn % 2 == 1) & ((turn + 1) * programs <= total)
+        unit = tl.where(back, (2 * turn + 1) * programs - 1 - place, place)
+        head, tile = unit % heads, tiles - 1 - unit // heads
         num_rows = (num_q * ROWS).to(tl.int64)
         row = tile * TILE_ROWS + lane
         row_at = head * num_rows + tl.minimum(row, num_rows - 1)
@@ -391,8 +398,10 @@ def masses(
     tile = max(of_q, min(32 * of_q, 128 if padded * q.dtype.itemsize <= ROW_BYTES // 2 else 64))
     tiles = ceil_div(rows.shape[1], tile)
     effort = {"num_warps": 8, "maxnreg": 128} if tile == 128 else {"num_warps": 4}
-    programs = min(batch * heads * tiles, WAVES * _processors(q.device))
-    scratch = made if of_q == 1 else torch.empty(programs, num_k, tile, dtype=torch.float32, device=q.device)
+    programs, scratch = batch * heads * tiles, made
+    if of_q > 1:
+        programs = min(programs, WAVES * _processors(q.device), max(1, SCRATCH // (num_k * tile)))
+        scratch = torch.empty(programs, num_k, tile, dtype=torch.float32, device=q.device)
     with _on(q.device):
         pool_kernel[(units_q + units_k,)](
             q, k, rows, columns, *q.stride()[:3], *k.stride()[:3],
@@ -401,8 +410,8 @@ def masses(
             num_warps=4,
         )  # fmt: skip
         masses_kernel[(programs,)](
-            rows, columns, made, scratch, heads // heads_kv, seq_q, seq_k, num_q, num_k, columns.shape[1],
-            tiles, batch * heads * tiles,
+            rows, columns, made, scratch, batch * heads, heads // heads_kv, seq_q, seq_k, num_q, num_k,
+            columns.shape[1], tiles, batch * heads * tiles,
             PADDED_D=padded, PATCH_Q=patch[0], PATCH_K=patch[1], ROWS=of_q, COLUMNS=of_k,
             TILE_ROWS=tile, TILE_BLOCKS=32, CAUSAL=is_causal, PRECISION=precision_of(q.dtype),
             num_stages=2 if q.dtype.itemsize == 2 else 1, **effort,

@@ -1,0 +1,22 @@
+"""What a selector keeps, by sorting: for tests of the kernels that never sort."""
+
+import torch
+
+from dilated_attention_pytorch import SharedBudget, TopK
+
+
+def first_kept(selector, masses, grid):
+    """The blocks that a selector keeps, the first of equally heavy ones."""
+    priority = grid.priority(masses)
+    batch, lists, num_k = *masses.shape[:2], masses.shape[3]
+    if isinstance(selector, SharedBudget):
+        teams, counts = priority.reshape(batch, 1, -1), masses.new_tensor([[selector.most(grid, lists)]])
+    else:
+        counts = masses.new_tensor(selector.counts(grid, lists))
+        teams = priority.transpose(1, 2).flatten(2) if selector.across_heads else priority
+    order = teams.sort(dim=-1, descending=True, stable=True).indices
+    kept = torch.zeros_like(teams, dtype=torch.bool)
+    kept.scatter_(-1, order, (torch.arange(order.shape[-1], device=masses.device) < counts[..., None]).expand_as(order))
+    if isinstance(selector, TopK) and selector.across_heads:
+        kept = kept.unflatten(2, (lists, num_k)).transpose(1, 2)
+    return kept.view_as(masses) & grid.visible
