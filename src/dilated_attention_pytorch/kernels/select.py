@@ -98,7 +98,7 @@ def sum_at(masses, scratch, row, lane, block, num_k, TILE_ROWS: tl.constexpr, RO
 
 @triton.jit(do_not_specialize=["heads", "group", "seq_q", "seq_k", "num_q", "num_k", "num_columns", "tiles", "total"])
 def masses_kernel(
-    rows, columns, masses, scratch, heads, group, seq_q, seq_k, num_q, num_k, num_columns, tiles, total,
+    rows, columns, masses, scratch, heads, group, seq_q, seq_k, num_q, num_k, tiles,
     PADDED_D: tl.constexpr, PATCH_Q: tl.constexpr, PATCH_K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     TILE_ROWS: tl.constexpr, TILE_BLOCKS: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -113,7 +113,7 @@ def masses_kernel(
     within = tl.arange(0, TILE_COLUMNS)[None, :] * PADDED_D + dim[:, None]
     a_tile = tl.full([], TILE_COLUMNS * PADDED_D, tl.int64)
     scratch += tl.program_id(0).to(tl.int64) * num_k * TILE_ROWS
-    programs = tl.num_programs(0)
+    programs, total = tl.num_programs(0), heads * tiles
     for place in range(tl.program_id(0), total, programs):
         # The longest tiles first, dealt out there and back: all programs get about as much.
         turn = place // programs
@@ -134,7 +134,7 @@ def masses_kernel(
 
         top = tl.full([TILE_ROWS], float("-inf"), tl.float32)
         sum_of_row = tl.zeros([TILE_ROWS], tl.float32)
-        keys_at = columns + (head // group) * num_columns.to(tl.int64) * PADDED_D
+        keys_at = columns + (head // group) * (num_k * COLUMNS).to(tl.int64) * PADDED_D
         for MASKED in tl.static_range(2):
             for i in range(num_clear if MASKED else 0, num_tiles if MASKED else num_clear):
                 column = tl.arange(0, TILE_COLUMNS) + i * TILE_COLUMNS
@@ -388,16 +388,19 @@ def masses(
     num_q, num_k = ceil_div(seq_q, blocks[0]), ceil_div(seq_k, blocks[1])
     of_q, of_k = blocks[0] // patch[0], blocks[1] // patch[1]
     padded = _padded(head_dim)
-    rows = q.new_empty(batch * heads, num_q * of_q, padded)
-    columns = q.new_empty(batch * heads_kv, ceil_div(num_k * of_k, TILE_COLUMNS.value) * TILE_COLUMNS.value, padded)
+    rows = q.new_empty(batch * heads * num_q * of_q, padded)
+    # The last tile may reach beyond the columns of its head, where it sees nothing: into the next one's, or the spare.
+    columns = q.new_empty(batch * heads_kv * num_k * of_k + TILE_COLUMNS.value, padded)
     made = torch.empty(batch, heads, num_q, num_k, dtype=torch.float32, device=q.device)
     spread_q, spread_k = (min(max(size // 4, 1), POOLED_AT_ONCE.value) for size in patch)
-    units_q = batch * heads * ceil_div(rows.shape[1] * spread_q, POOLED_AT_ONCE.value)
-    units_k = batch * heads_kv * ceil_div(columns.shape[1] * spread_k, POOLED_AT_ONCE.value)
+    units_q = batch * heads * ceil_div(num_q * of_q * spread_q, POOLED_AT_ONCE.value)
+    units_k = batch * heads_kv * ceil_div(num_k * of_k * spread_k, POOLED_AT_ONCE.value)
     # Few rows are spread over many small tiles; large tiles read the columns less often.
-    tile = max(of_q, min(32 * of_q, 128 if padded * q.dtype.itemsize <= ROW_BYTES // 2 else 64))
-    tiles = ceil_div(rows.shape[1], tile)
+    wide = padded * q.dtype.itemsize > ROW_BYTES // 2
+    tile = max(of_q, min(32 * of_q, 64 if wide else 128))
     effort = {"num_warps": 8, "maxnreg": 128} if tile == 128 else {"num_warps": 4}
+    effort["num_stages"] = (2 if wide else 3) - (q.dtype == torch.float32)  # whose products take more room
+    tiles = ceil_div(num_q * of_q, tile)
     programs, scratch = batch * heads * tiles, made
     if of_q > 1:
         programs = min(programs, WAVES * _processors(q.device), max(1, SCRATCH // (num_k * tile)))
@@ -405,16 +408,14 @@ def masses(
     with _on(q.device):
         pool_kernel[(units_q + units_k,)](
             q, k, rows, columns, *q.stride()[:3], *k.stride()[:3],
-            heads, heads_kv, seq_q, seq_k, rows.shape[1], columns.shape[1], units_q, scale,
+            heads, heads_kv, seq_q, seq_k, num_q * of_q, num_k * of_k, units_q, scale,
             D=head_dim, PADDED_D=padded, PATCH_Q=patch[0], PATCH_K=patch[1], SPREAD_Q=spread_q, SPREAD_K=spread_k,
             num_warps=4,
         )  # fmt: skip
         masses_kernel[(programs,)](
-            rows, columns, made, scratch, batch * heads, heads // heads_kv, seq_q, seq_k, num_q, num_k,
-            columns.shape[1], tiles, batch * heads * tiles,
+            rows, columns, made, scratch, batch * heads, heads // heads_kv, seq_q, seq_k, num_q, num_k, tiles,
             PADDED_D=padded, PATCH_Q=patch[0], PATCH_K=patch[1], ROWS=of_q, COLUMNS=of_k,
-            TILE_ROWS=tile, TILE_BLOCKS=32, CAUSAL=is_causal, PRECISION=precision_of(q.dtype),
-            num_stages=2 if q.dtype.itemsize == 2 else 1, **effort,
+            TILE_ROWS=tile, TILE_BLOCKS=32, CAUSAL=is_causal, PRECISION=precision_of(q.dtype), **effort,
         )  # fmt: skip
     return made
 
