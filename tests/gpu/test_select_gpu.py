@@ -181,9 +181,9 @@ def test_lists_by_kernels(selector, kind):
             masses = torch.rand(2, lists, *grid.visible.shape, device="cuda")
             masses = (masses * 3).round() if kind == "tied" else masses if kind == "different" else masses * 0
             given = masses / masses if kind == "nan" else masses
-            budget = select._budget(selector, grid, masses.shape[:2])
-            got, work = kernels.lists(given, grid.forced, *budget)
-            want = select._listed(first_kept(selector, masses, grid), grid.last_full, budget.places)
+            team = select._team(selector, grid, lists)
+            got, work = kernels.lists(given, grid.forced, grid.ends, grid.last_full, *team)
+            want = select._listed(first_kept(selector, masses, grid), grid.last_full, 2 * team.places)
             for ours, theirs in zip(got.tensors(), want.tensors(), strict=True):
                 assert torch.equal(ours, theirs)
             assert torch.equal(work, want.work(2 * lists))

@@ -160,7 +160,7 @@ def launches_of_selection(capability, *, head_dim, dtype, blocks, patch):
         if patch == blocks:
             forced, ints = torch.empty(masses.shape[2:], dtype=torch.bool), torch.empty(8, dtype=torch.int32)
             for team in ("row", "heads", "sample"):
-                select.lists(masses, forced, ints, ints, ints, 99, team)
+                select.lists(masses, forced, ints, ints.long(), team, ints, 99)
     return launches
 
 

@@ -268,14 +268,14 @@ def teams_kernel(
     tl.store(found + 2 * num_rows + row, allowed, mask=there)
 
 
-@triton.jit(do_not_specialize=["rows_a_sample", "num_q", "num_k"])
+@triton.jit(do_not_specialize=["wanted", "rows_a_sample", "num_q", "num_k"])
 def digits_kernel(
-    masses, forced, ends, limits, counts, rows_a_sample, num_q, num_k,
+    masses, forced, ends, counts, wanted, rows_a_sample, num_q, num_k,
     DIGIT: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """A few rows of a sample: how often each value of a digit occurs among weights that may still be the last kept."""
     sample, batch = tl.program_id(1), tl.num_programs(1)
-    prefix, _ = narrowed_by(counts, sample, batch, tl.load(limits), DIGIT)
+    prefix, _ = narrowed_by(counts, sample, batch, wanted, DIGIT)
     place = tl.program_id(0) * GROUP + tl.arange(0, GROUP)
     row, query = sample * rows_a_sample + place, place % num_q
     end = tl.load(ends + query, mask=place < rows_a_sample, other=0)
@@ -288,14 +288,14 @@ def digits_kernel(
     tl.atomic_add(at, mine, mask=mine > 0, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["num_rows", "rows_a_sample", "num_q", "num_k"])
+@triton.jit(do_not_specialize=["wanted", "num_rows", "rows_a_sample", "num_q", "num_k"])
 def counts_kernel(
-    masses, forced, ends, limits, counts, found, num_rows, rows_a_sample, num_q, num_k,
+    masses, forced, ends, counts, found, wanted, num_rows, rows_a_sample, num_q, num_k,
     GROUP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """As the end of `teams_kernel`, but with all blocks that are as heavy: whose turn it is, the rows before decide."""
     sample, batch = tl.program_id(1), tl.num_programs(1)
-    threshold, _ = narrowed_by(counts, sample, batch, tl.load(limits), DIGITS)
+    threshold, _ = narrowed_by(counts, sample, batch, wanted, DIGITS)
     place = tl.program_id(0) * GROUP + tl.arange(0, GROUP)
     row, query = sample * rows_a_sample + place, place % num_q
     there = place < rows_a_sample
@@ -311,26 +311,26 @@ def counts_kernel(
     tl.store(found + 2 * num_rows + row, equal, mask=there)
 
 
-@triton.jit(do_not_specialize=["num_rows", "rows_a_sample", "batch"])
+@triton.jit(do_not_specialize=["wanted", "num_rows", "rows_a_sample", "batch"])
 def offsets_kernel(
-    found, counts, limits, offsets, num_rows, rows_a_sample, batch, SHARED: tl.constexpr, TILE: tl.constexpr
+    found, counts, offsets, wanted, num_rows, rows_a_sample, batch, SHARED: tl.constexpr, TILE: tl.constexpr
 ):
     """One program: the rows one after another, and with a SHARED budget what each keeps of the equally heavy blocks."""
     done = batch * 0
     tl.store(offsets, done)
     for sample in range(batch):
-        wanted = batch * 0
+        left = wanted
         if SHARED:
-            _, wanted = narrowed_by(counts, sample, batch, tl.load(limits), DIGITS)
+            _, left = narrowed_by(counts, sample, batch, wanted, DIGITS)
         for start in range(0, rows_a_sample, TILE):
             place = start + tl.arange(0, TILE)
             row, there = sample * rows_a_sample + place, place < rows_a_sample
             kept = tl.load(found + num_rows + row, mask=there, other=0)
             equal = tl.load(found + 2 * num_rows + row, mask=there, other=0)
             if SHARED:
-                allowed = tl.minimum(tl.maximum(wanted - (tl.cumsum(equal, 0) - equal), 0), equal)
+                allowed = tl.minimum(tl.maximum(left - (tl.cumsum(equal, 0) - equal), 0), equal)
                 tl.store(found + 2 * num_rows + row, allowed, mask=there)
-                wanted -= tl.sum(equal, 0)
+                left -= tl.sum(equal, 0)
                 equal = allowed
             kept += equal
             tl.store(offsets + 1 + row, done + tl.cumsum(kept, 0), mask=there)
@@ -421,17 +421,17 @@ def masses(
 
 
 def lists(
-    masses: Tensor, forced: Tensor, ends: Tensor, last_full: Tensor, limits: Tensor, places: int, team: str
+    masses: Tensor, forced: Tensor, ends: Tensor, last_full: Tensor, team: str, limits: Tensor | None, places: int
 ) -> tuple[BlockList, Tensor]:
     """The heaviest blocks of each team as lists, and `BlockList.work` of them.
 
     Args:
         masses: float32 [batch, lists, query blocks, key blocks].
         forced: bool [query blocks, key blocks]: kept before all others.
-        ends, last_full: int32 [query blocks]: how many blocks a row sees, and the last of them that is full.
-        limits: int32, how many a team keeps: [query blocks], or one number for team "sample".
-        places: how many blocks all teams keep.
+        ends, last_full: [query blocks]: how many blocks a row sees, and the last of them that is full.
         team: "row", "heads" for the heads of a row together, or "sample" for all heads and rows.
+        limits: int32 [query blocks], how many a team keeps; None for "sample".
+        places: how many all teams of a sample keep.
     """
     batch, num_heads, num_q, num_k = masses.shape
     num_rows = batch * num_heads * num_q
@@ -440,8 +440,8 @@ def lists(
     def ints(*shape: int) -> Tensor:
         return torch.empty(*shape, dtype=torch.int32, device=masses.device)
 
-    found, offsets, splits, indices = ints(3, num_rows), ints(num_rows + 1), ints(num_rows), ints(places)
-    work, counts = ints(num_rows, 4), limits
+    found, offsets, splits, indices = ints(3, num_rows), ints(num_rows + 1), ints(num_rows), ints(batch * places)
+    work, counts = ints(num_rows, 4), offsets
     sizes: dict[str, Any] = {"GROUP": GROUP, "TILE": WEIGHTS // GROUP}
     rows_a_sample = num_heads * num_q
     with _on(masses.device):
@@ -450,11 +450,11 @@ def lists(
             grid = (ceil_div(rows_a_sample, GROUP), batch)
             for digit in range(DIGITS.value):
                 digits_kernel[grid](
-                    masses, forced, ends, limits, counts, rows_a_sample, num_q, num_k,
+                    masses, forced, ends, counts, places, rows_a_sample, num_q, num_k,
                     DIGIT=digit, **sizes, num_warps=4,
                 )  # fmt: skip
             counts_kernel[grid](
-                masses, forced, ends, limits, counts, found, num_rows, rows_a_sample, num_q, num_k,
+                masses, forced, ends, counts, found, places, num_rows, rows_a_sample, num_q, num_k,
                 **sizes, num_warps=4,
             )  # fmt: skip
         else:
@@ -466,7 +466,7 @@ def lists(
             )  # fmt: skip
         shared = team == "sample"
         offsets_kernel[(1,)](
-            found, counts, limits, offsets, num_rows, rows_a_sample if shared else num_rows, batch if shared else 1,
+            found, counts, offsets, places, num_rows, rows_a_sample if shared else num_rows, batch if shared else 1,
             SHARED=shared, TILE=4096, num_warps=16,
         )  # fmt: skip
         lists_kernel[(num_rows,)](

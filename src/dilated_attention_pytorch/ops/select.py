@@ -56,6 +56,7 @@ class Grid:
 
     Attributes:
         visible, forced: bool [query blocks, key blocks], `visible` with (batch, 1) before them where masks hide blocks.
+        ends: int32 [query blocks]: a row sees the blocks before that one, masks aside.
         last_full: [query blocks], the last key block whose pairs are all visible; −1 for none.
         num_visible, num_forced: how many there are in each row, masks aside: budgets are counted on these, so that
             the host knows them.
@@ -63,6 +64,7 @@ class Grid:
 
     visible: Tensor
     forced: Tensor
+    ends: Tensor
     last_full: Tensor
     num_visible: tuple[int, ...]
     num_forced: tuple[int, ...]
@@ -262,6 +264,7 @@ def _grid(
     return Grid(
         visible.to(device),
         forced.to(device),
+        visible.sum(1, dtype=torch.int32).to(device),
         (span.stop_full - 1).clamp(min=-1, max=len(column) - 1).to(device),
         tuple(visible.sum(1).tolist()),
         tuple(forced.sum(1).tolist()),
@@ -363,7 +366,8 @@ def select_blocks(
         masses = masses / masses.sum(-1, keepdim=True).clamp(min=torch.finfo(masses.dtype).tiny)
     made = {}
     if kernels and (type(selector) is TopK or type(selector) is SharedBudget):
-        by_query, made["query_work"] = kernels.lists(masses, grid.forced, *_budget(selector, grid, masses.shape[:2]))
+        team = _team(selector, grid, masses.shape[1])
+        by_query, made["query_work"] = kernels.lists(masses, grid.forced, grid.ends, grid.last_full, *team)
     else:
         keep = selector.keep(masses, grid) & grid.visible
         by_query = _listed(keep, grid.last_full, q.shape[0] * _places(selector, grid, masses.shape[1]))
@@ -419,26 +423,23 @@ def _patch_of(scorer: Scorer, blocks: tuple[int, int]) -> tuple[int, int] | None
     return (scorer.queries or blocks[0], scorer.keys or blocks[1]) if type(scorer) is MeanPooled else None
 
 
-class _Budget(NamedTuple):
-    """What `kernels.select.lists` asks of a selector and a grid."""
+class _Team(NamedTuple):
+    """Who shares a budget, as `kernels.select.lists` wants to know it."""
 
-    ends: Tensor
-    last_full: Tensor
-    limits: Tensor
+    name: str
+    limits: Tensor | None
     places: int
-    team: str
 
 
 @lru_cache(maxsize=64)
 @torch.inference_mode(False)  # remembered for training too, whatever mode the first call was made in
-def _budget(selector: TopK | SharedBudget, grid: Grid, sizes: tuple[int, int]) -> _Budget:
-    """Grids without masks, which are remembered themselves. `sizes` are samples and lists of each."""
-    (batch, lists), device = sizes, grid.forced.device
-    team, counts = "sample", [selector.most(grid, lists)]
-    if isinstance(selector, TopK):
-        team, counts = "heads" if selector.across_heads else "row", selector.counts(grid, lists)
-    ends, limits = (torch.tensor(x, dtype=torch.int32, device=device) for x in (grid.num_visible, counts))
-    return _Budget(ends, grid.last_full.int(), limits, batch * _places(selector, grid, lists), team)
+def _team(selector: TopK | SharedBudget, grid: Grid, lists: int) -> _Team:
+    """Of a grid without masks, which is remembered itself."""
+    places = _places(selector, grid, lists)
+    if isinstance(selector, SharedBudget):
+        return _Team("sample", None, places)
+    limits = torch.tensor(selector.counts(grid, lists), dtype=torch.int32, device=grid.ends.device)
+    return _Team("heads" if selector.across_heads else "row", limits, places)
 
 
 def _listed(keep: Tensor, last_full: Tensor, places: int) -> BlockList:
