@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -52,8 +51,7 @@ def _major(index: int | None) -> int:
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, extras: Extras) -> tuple[Tensor, Tensor]:
-    with _on(q.device):
-        return _call(q, k, v, layout, extras).forward()
+    return _call(q, k, v, layout, extras).forward()
 
 
 def backward(
@@ -67,23 +65,15 @@ def backward(
     layout: BlockLayout,
     extras: Extras,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    with _on(q.device):
-        return _call(q, k, v, layout, extras).backward(do, dlse, out, lse)
+    return _call(q, k, v, layout, extras).backward(do, dlse, out, lse)
 
 
 def decode(q: Tensor, cache: Cache, rows: CacheRows, extras: Extras) -> tuple[Tensor, Tensor]:
     """As `backends.decoding.decode`."""
     from ..kernels import decode  # loads triton
 
-    with _on(q.device):
-        masks = extras.key_padding_mask, extras.softcap, extras.slopes
-        return decode.launch(q, *cache, capacity_of(cache.k, cache.page_table), rows, extras.scale, *masks)
-
-
-def _on(device: torch.device) -> AbstractContextManager[Any]:
-    """Triton launches on the current device, whichever the tensors are on."""
-    elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
-    return torch.cuda.device(device) if elsewhere else nullcontext()
+    masks = extras.key_padding_mask, extras.softcap, extras.slopes
+    return decode.launch(q, *cache, capacity_of(cache.k, cache.page_table), rows, extras.scale, *masks)
 
 
 def _call(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, extras: Extras) -> Call:

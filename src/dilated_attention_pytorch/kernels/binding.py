@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 MOST = 4096  # launches remembered; then all are forgotten
@@ -21,9 +22,14 @@ def launch(
     copy that a descriptor describes, and by the numbers: launches that share these share what it compiled.
 
     Args:
-        data: tensors and tensor descriptors of the current device, last a tensor.
+        data: tensors and tensor descriptors, last a tensor, which says on which device.
     """
-    key = kernel, data[-1].device, grid, numbers, tuple(constants.values()), tuple(map(_kind, data))
+    device = data[-1].device
+    if device.type == "cuda" and device.index != torch.cuda.current_device():  # Triton launches on the current one
+        with torch.cuda.device(device):
+            launch(kernel, grid, data, numbers, **constants)
+        return
+    key = kernel, device, grid, numbers, tuple(constants.values()), tuple(map(_kind, data))
     found = _bound.get(key)
     if found is not None:
         run, rest = found

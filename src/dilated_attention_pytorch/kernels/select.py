@@ -15,7 +15,6 @@ met exactly and all sizes are known on the host. A row sees its first `ends` blo
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from torch import Tensor
 
 from ..layout import BlockList
 from ..patterns.blocks import ceil_div
+from .binding import launch
 from .common import load_rows
 from .forward import LOG2E
 from .launch import num_processors, precision_of
@@ -405,18 +405,19 @@ def masses(
     if of_q > 1:
         programs = min(programs, WAVES * _processors(q.device), max(1, SCRATCH // (num_k * tile)))
         scratch = torch.empty(programs, num_k, tile, dtype=torch.float32, device=q.device)
-    with _on(q.device):
-        pool_kernel[(units_q + units_k,)](
-            q, k, rows, columns, *q.stride()[:3], *k.stride()[:3],
-            heads, heads_kv, seq_q, seq_k, num_q * of_q, num_k * of_k, units_q, scale,
-            D=head_dim, PADDED_D=padded, PATCH_Q=patch[0], PATCH_K=patch[1], SPREAD_Q=spread_q, SPREAD_K=spread_k,
-            num_warps=4,
-        )  # fmt: skip
-        masses_kernel[(programs,)](
-            rows, columns, made, scratch, batch * heads, heads // heads_kv, seq_q, seq_k, num_q, num_k, tiles,
-            PADDED_D=padded, PATCH_Q=patch[0], PATCH_K=patch[1], ROWS=of_q, COLUMNS=of_k,
-            TILE_ROWS=tile, TILE_BLOCKS=32, CAUSAL=is_causal, PRECISION=precision_of(q.dtype), **effort,
-        )  # fmt: skip
+    launch(
+        pool_kernel, (units_q + units_k,), (q, k, rows, columns),
+        (*q.stride()[:3], *k.stride()[:3],
+         heads, heads_kv, seq_q, seq_k, num_q * of_q, num_k * of_k, units_q, scale),
+        D=head_dim, PADDED_D=padded, PATCH_Q=patch[0], PATCH_K=patch[1], SPREAD_Q=spread_q, SPREAD_K=spread_k,
+        num_warps=4,
+    )  # fmt: skip
+    launch(
+        masses_kernel, (programs,), (rows, columns, made, scratch),
+        (batch * heads, heads // heads_kv, seq_q, seq_k, num_q, num_k, tiles),
+        PADDED_D=padded, PATCH_Q=patch[0], PATCH_K=patch[1], ROWS=of_q, COLUMNS=of_k,
+        TILE_ROWS=tile, TILE_BLOCKS=32, CAUSAL=is_causal, PRECISION=precision_of(q.dtype), **effort,
+    )  # fmt: skip
     return made
 
 
@@ -444,46 +445,44 @@ def lists(
     work, counts = ints(num_rows, 4), offsets
     sizes: dict[str, Any] = {"GROUP": GROUP, "TILE": WEIGHTS // GROUP}
     rows_a_sample = num_heads * num_q
-    with _on(masses.device):
-        if team == "sample":
-            counts = torch.zeros(DIGITS.value, batch, BINS.value, dtype=torch.int32, device=masses.device)
-            grid = (ceil_div(rows_a_sample, GROUP), batch)
-            for digit in range(DIGITS.value):
-                digits_kernel[grid](
-                    masses, forced, ends, counts, places, rows_a_sample, num_q, num_k,
-                    DIGIT=digit, **sizes, num_warps=4,
-                )  # fmt: skip
-            counts_kernel[grid](
-                masses, forced, ends, counts, found, places, num_rows, rows_a_sample, num_q, num_k,
-                **sizes, num_warps=4,
+    if team == "sample":
+        counts = torch.zeros(DIGITS.value, batch, BINS.value, dtype=torch.int32, device=masses.device)
+        grid = (ceil_div(rows_a_sample, GROUP), batch)
+        for digit in range(DIGITS.value):
+            launch(
+                digits_kernel, grid, (masses, forced, ends, counts), (places, rows_a_sample, num_q, num_k),
+                DIGIT=digit, **sizes, num_warps=4,
             )  # fmt: skip
-        else:
-            together = num_heads if team == "heads" else 1
-            of_team = triton.next_power_of_2(together)
-            teams_kernel[(num_rows // together,)](
-                masses, forced, ends, limits, found, num_rows, together, num_q, num_k,
-                HEADS=of_team, TILE=max(32, min(512, WEIGHTS // of_team)), num_warps=4,
-            )  # fmt: skip
-        shared = team == "sample"
-        offsets_kernel[(1,)](
-            found, counts, offsets, places, num_rows, rows_a_sample if shared else num_rows, batch if shared else 1,
-            SHARED=shared, TILE=4096, num_warps=16,
+        launch(
+            counts_kernel, grid, (masses, forced, ends, counts, found),
+            (places, num_rows, rows_a_sample, num_q, num_k),
+            **sizes, num_warps=4,
         )  # fmt: skip
-        lists_kernel[(num_rows,)](
-            masses, forced, ends, last_full, found, offsets, splits, indices, work, num_rows, num_q, num_k,
-            TILE=256, num_warps=2,
+    else:
+        together = num_heads if team == "heads" else 1
+        of_team = triton.next_power_of_2(together)
+        launch(
+            teams_kernel, (num_rows // together,), (masses, forced, ends, limits, found),
+            (num_rows, together, num_q, num_k),
+            HEADS=of_team, TILE=max(32, min(512, WEIGHTS // of_team)), num_warps=4,
         )  # fmt: skip
+    shared = team == "sample"
+    launch(
+        offsets_kernel, (1,), (found, counts, offsets),
+        (places, num_rows, rows_a_sample if shared else num_rows, batch if shared else 1),
+        SHARED=shared, TILE=4096, num_warps=16,
+    )  # fmt: skip
+    launch(
+        lists_kernel, (num_rows,),
+        (masses, forced, ends, last_full, found, offsets, splits, indices, work), (num_rows, num_q, num_k),
+        TILE=256, num_warps=2,
+    )  # fmt: skip
     return BlockList(offsets, splits, indices, offsets.new_empty(0)), work
 
 
 def _padded(head_dim: int) -> int:
-    return max(16, triton.next_power_of_2(head_dim))
+    return max(16, 1 << (head_dim - 1).bit_length())
 
 
 def _processors(device: torch.device) -> int:
     return num_processors(device) if device.type == "cuda" else 4
-
-
-def _on(device: torch.device) -> AbstractContextManager[Any]:
-    """Triton launches on the current device, whichever the tensors are on."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
