@@ -19,7 +19,7 @@ from dilated_attention_pytorch.kernels.dealing import seats, tile_dealt, turns_o
 
 
 @triton.jit
-def _deal_kernel(taken, width, total, num_tiles, paired: tl.constexpr):
+def _deal_kernel(taken, width, total, num_tiles, paired):
     turns = turns_of(total, num_tiles, paired)
     base = taken + tl.program_id(0) * width
     tl.store(base, turns)
@@ -33,7 +33,7 @@ def dealt(heads, num_tiles, processors):
     total = heads * num_tiles
     programs, paired = seats(total, num_tiles, processors)
     taken = torch.full((programs, total // programs * 3 + 9), -1)
-    _deal_kernel[(programs,)](taken, taken.shape[1], total, num_tiles, paired)
+    _deal_kernel[(programs,)](taken, taken.shape[1], total, num_tiles, int(paired))
     return [row[1 : 1 + row[0]] for row in taken.tolist()], [row[1 + row[0]] for row in taken.tolist()]
 
 

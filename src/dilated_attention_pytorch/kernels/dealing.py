@@ -49,22 +49,19 @@ def _pairs(total, num_tiles):
 
 
 @triton.jit
-def turns_of(total, num_tiles, PAIRED: tl.constexpr):
+def turns_of(total, num_tiles, paired):
     """How many tiles a program takes."""
-    if PAIRED:
-        pairs, _, _, turns = _pairs(total, num_tiles)
-        turns += (total - 2 * pairs + tl.program_id(0)) // tl.num_programs(0)
-    else:
-        turns = (total - 1 - tl.program_id(0)) // tl.num_programs(0) + 1
-    return turns
+    programs, seat = tl.num_programs(0), tl.program_id(0)
+    pairs, _, _, turns = _pairs(total, num_tiles)
+    return tl.where(paired != 0, turns + (total - 2 * pairs + seat) // programs, (total - 1 - seat) // programs + 1)
 
 
 @triton.jit
-def tile_dealt(turn, total, num_tiles, PAIRED: tl.constexpr):
+def tile_dealt(turn, total, num_tiles, paired):
     """The place of a tile among those of its head, and the number of the head. Behind the last turn some that exist."""
     programs, seat = tl.num_programs(0), tl.program_id(0)
     number = turn * programs + seat
-    if PAIRED:
+    if paired != 0:
         pairs, rounds, alone, in_pairs = _pairs(total, num_tiles)
         ends = alone & (turn >= 2 * rounds)
         pair = tl.where(ends, rounds * programs + seat // 2, turn // 2 * programs + seat)

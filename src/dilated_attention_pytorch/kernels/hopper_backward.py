@@ -40,24 +40,25 @@ def _row_of(sample, head, block, start, split, stop, offsets, splits, num_blocks
 def _fetch(
     own_a, own_b, stream_a, stream_b, of_rows, buffers, barriers, lists, steps,
     D: gl.constexpr, OWN_BLOCK: gl.constexpr, BLOCK: gl.constexpr, STREAM: gl.constexpr, RING: gl.constexpr,
-    OWN_LISTS: gl.constexpr, OF_KEYS: gl.constexpr, DILATED: gl.constexpr, PAIRED: gl.constexpr,
+    OWN_LISTS: gl.constexpr, OF_KEYS: gl.constexpr, DILATED: gl.constexpr,
 ):  # fmt: skip
     own_buffers_a, own_buffers_b, stream_buffers_a, stream_buffers_b, lse_buffers, delta_buffers = buffers
     own_ready, own_empty, ready, empty = barriers
     (
         offsets, splits, indices, work, batch, heads, group, num_blocks, lists_a_sample, heads_a_list,
-        total, classes, walked,
+        total, paired, classes, walked,
     ) = lists  # fmt: skip
     own_step_a, own_step_b, step_a, step_b = steps
     tile_heads = heads // group if OF_KEYS else heads
     PER: gl.constexpr = BLOCK // STREAM
     step = 0
-    for turn in range(turns_of(total, num_blocks * (OWN_BLOCK // TILE), PAIRED)):
+    for turn in range(turns_of(total, num_blocks * (OWN_BLOCK // TILE), paired)):
         # A tile of keys is walked by every query head of its key head, a tile of queries by its key head alone.
         first_list_head = group if OF_KEYS else 1
         sample, head, residue, own, block, start, split, stop = tile_of(
             turn,
             total,
+            paired,
             work,
             tile_heads,
             num_blocks,
@@ -67,7 +68,6 @@ def _fetch(
             first_list_head,
             OWN_BLOCK,
             DILATED,
-            PAIRED,
         )
         mbarrier.wait(own_empty, (turn & 1) ^ 1)
         mbarrier.expect(own_ready, 2 * TILE * D * BYTES)
@@ -130,7 +130,7 @@ def _compute_dkv(
     WHO: gl.constexpr, dk, dv, buffers, barriers, masks, lists, numbers,
     D: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, STREAM: gl.constexpr, RING: gl.constexpr,
     FLIP: gl.constexpr, NAMED: gl.constexpr, SINGLE: gl.constexpr, DOCUMENTS: gl.constexpr, PADDING: gl.constexpr,
-    DOCUMENT_IDS: gl.constexpr, DILATED: gl.constexpr, PAIRED: gl.constexpr,
+    DOCUMENT_IDS: gl.constexpr, DILATED: gl.constexpr,
     OWN_LISTS: gl.constexpr,
 ):  # fmt: skip
     k_buffers, v_buffers, q_buffers, g_buffers, lse_buffers, delta_buffers = buffers
@@ -138,7 +138,7 @@ def _compute_dkv(
     rule_ids, rules, documents, branches, padding, document_ids = masks
     (
         offsets, splits, indices, work, batch, heads, group, num_blocks, lists_a_sample, heads_a_list,
-        total, classes, walked,
+        total, paired, classes, walked,
     ) = lists  # fmt: skip
     seq_q, seq_k, num_intervals, num_branches, scale, scale_out = numbers
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STREAM, 16])  # keys × queries
@@ -152,10 +152,11 @@ def _compute_dkv(
     nothing = gl.zeros([ROWS, STREAM], gl.float32, SCORES)
     k, v = k_buffers.index(WHO), v_buffers.index(WHO)
     step = 0
-    for turn in range(turns_of(total, num_blocks * (BLOCK_K // TILE), PAIRED)):
+    for turn in range(turns_of(total, num_blocks * (BLOCK_K // TILE), paired)):
         sample, key_head, residue, own, block, start, split, stop = tile_of(
             turn,
             total,
+            paired,
             work,
             heads_kv,
             num_blocks,
@@ -165,7 +166,6 @@ def _compute_dkv(
             group,
             BLOCK_K,
             DILATED,
-            PAIRED,
         )
         key = gl.expand_dims(token_of(own + WHO * ROWS + key_lane, residue, classes, DILATED), 1)
         dkeys = gl.zeros([ROWS, D], gl.float32, GRADS)
@@ -238,14 +238,14 @@ def _compute_dq(
     WHO: gl.constexpr, dq, lse, delta, buffers, barriers, masks, lists, numbers,
     D: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, STREAM: gl.constexpr, RING: gl.constexpr,
     FLIP: gl.constexpr, NAMED: gl.constexpr, SINGLE: gl.constexpr, DOCUMENTS: gl.constexpr, PADDING: gl.constexpr,
-    DOCUMENT_IDS: gl.constexpr, DILATED: gl.constexpr, PAIRED: gl.constexpr,
+    DOCUMENT_IDS: gl.constexpr, DILATED: gl.constexpr,
 ):  # fmt: skip
     q_buffers, g_buffers, k_buffers, v_buffers, lse_buffers, delta_buffers = buffers
     own_ready, own_empty, ready, empty = barriers
     rule_ids, rules, documents, branches, padding, document_ids = masks
     (
         offsets, splits, indices, work, batch, heads, group, num_blocks, lists_a_sample, heads_a_list,
-        total, classes, walked,
+        total, paired, classes, walked,
     ) = lists  # fmt: skip
     seq_q, seq_k, num_intervals, num_branches, scale, scale_out = numbers
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STREAM, 16])  # queries × keys
@@ -258,10 +258,11 @@ def _compute_dq(
     nothing = gl.zeros([ROWS, STREAM], gl.float32, SCORES)
     q, grad = q_buffers.index(WHO), g_buffers.index(WHO)
     step = 0
-    for turn in range(turns_of(total, num_blocks * (BLOCK_Q // TILE), PAIRED)):
+    for turn in range(turns_of(total, num_blocks * (BLOCK_Q // TILE), paired)):
         sample, head, residue, own, _, start, split, stop = tile_of(
             turn,
             total,
+            paired,
             work,
             heads,
             num_blocks,
@@ -271,7 +272,6 @@ def _compute_dq(
             1,
             BLOCK_Q,
             DILATED,
-            PAIRED,
         )
         row = own + WHO * ROWS + query_lane
         query = gl.expand_dims(token_of(row, residue, classes, DILATED), 1)
@@ -336,12 +336,12 @@ def backward_kernel(
     q, k, v, grad, of_rows, lse, delta, dq, dk, dv,
     offsets, splits, indices, rule_ids, work, rules, documents, branches, padding, document_ids,
     batch, heads, group, seq_q, seq_k, num_blocks, lists_a_sample, heads_a_list, num_intervals, num_branches, classes,
-    total, walked, q_step, k_step, v_step, g_step,
+    total, paired, walked, q_step, k_step, v_step, g_step,
     scale, scale_out,
     D: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, STREAM: gl.constexpr, RING: gl.constexpr,
     FLIP: gl.constexpr, NAMED: gl.constexpr, SINGLE: gl.constexpr, DOCUMENTS: gl.constexpr, PADDING: gl.constexpr,
     DOCUMENT_IDS: gl.constexpr, DILATED: gl.constexpr, OWN_LISTS: gl.constexpr,
-    OF_KEYS: gl.constexpr, PAIRED: gl.constexpr,
+    OF_KEYS: gl.constexpr,
 ):  # fmt: skip
     """dk and dv (OF_KEYS; the lists are those by key) or dq.
 
@@ -369,36 +369,36 @@ def backward_kernel(
     masks = (rule_ids, rules, documents, branches, padding, document_ids)
     lists = (
         offsets, splits, indices, work, batch, heads, group, num_blocks, lists_a_sample, heads_a_list,
-        total, classes, walked,
+        total, paired, classes, walked,
     )  # fmt: skip
     numbers = (seq_q, seq_k, num_intervals, num_branches, scale, scale_out)
     if OF_KEYS:
         gl.warp_specialize([
             (_compute_dkv, (
                 0, dk, dv, buffers, barriers, masks, lists, numbers, D, BLOCK_Q, BLOCK_K, STREAM, RING,
-                FLIP, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS, DILATED, PAIRED, OWN_LISTS,
+                FLIP, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS, DILATED, OWN_LISTS,
             )),
             (_compute_dkv, (
                 1, dk, dv, buffers, barriers, masks, lists, numbers, D, BLOCK_Q, BLOCK_K, STREAM, RING,
-                FLIP, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS, DILATED, PAIRED, OWN_LISTS,
+                FLIP, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS, DILATED, OWN_LISTS,
             )),
             (_fetch, (
                 k, v, q, grad, of_rows, buffers, barriers, lists, (k_step, v_step, q_step, g_step),
-                D, BLOCK_K, BLOCK_Q, STREAM, RING, OWN_LISTS, True, DILATED, PAIRED,
+                D, BLOCK_K, BLOCK_Q, STREAM, RING, OWN_LISTS, True, DILATED,
             )),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (_compute_dq, (
                 0, dq, lse, delta, buffers, barriers, masks, lists, numbers, D, BLOCK_Q, BLOCK_K, STREAM, RING,
-                FLIP, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS, DILATED, PAIRED,
+                FLIP, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS, DILATED,
             )),
             (_compute_dq, (
                 1, dq, lse, delta, buffers, barriers, masks, lists, numbers, D, BLOCK_Q, BLOCK_K, STREAM, RING,
-                FLIP, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS, DILATED, PAIRED,
+                FLIP, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS, DILATED,
             )),
             (_fetch, (
                 q, grad, k, v, of_rows, buffers, barriers, lists, (q_step, g_step, k_step, v_step),
-                D, BLOCK_Q, BLOCK_K, STREAM, RING, False, False, DILATED, PAIRED,
+                D, BLOCK_Q, BLOCK_K, STREAM, RING, False, False, DILATED,
             )),
         ], [4, 1], [240, 24])  # fmt: skip

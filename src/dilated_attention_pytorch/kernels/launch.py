@@ -184,9 +184,9 @@ class Call:
         binding.launch(
             hopper_forward.forward_kernel, (programs,),
             (*described, lse, *self._by_query(), *self.masks[:-1]),
-            (*self.sizes, layout.num_q_blocks, *self.list_sizes, total, layout.num_k_blocks // layout.classes,
-             *(x.stride(1) for x in (self.q, self.k, self.v)), self.units),
-            **self._hopper_flags(), TILE_K=tile_k, Q_RING=q_ring, KV_RING=kv_ring, PAIRED=paired,
+            (*self.sizes, layout.num_q_blocks, *self.list_sizes, total, int(paired),
+             layout.num_k_blocks // layout.classes, *(x.stride(1) for x in (self.q, self.k, self.v)), self.units),
+            **self._hopper_flags(), TILE_K=tile_k, Q_RING=q_ring, KV_RING=kv_ring,
             num_warps=4, maxnreg=168,
         )  # fmt: skip
 
@@ -212,9 +212,9 @@ class Call:
             hopper_backward.backward_kernel, (programs,),
             (*self._described(inputs, (of_q, of_k, of_k, of_q)), hopper_forward.describe_rows(of_rows, stream),
              of_rows[0], of_rows[1], dq, dk, dv, *lists.tensors(), work, *self.masks[:-1]),
-            (self.batch, *self.sizes, num_blocks, *self.list_sizes, total, walked // layout.classes,
+            (self.batch, *self.sizes, num_blocks, *self.list_sizes, total, int(paired), walked // layout.classes,
              *(x.stride(1) for x in inputs), self.units, self.scale),
-            **self._hopper_flags(), STREAM=stream, RING=ring, OWN_LISTS=self.own_lists, OF_KEYS=of_keys, PAIRED=paired,
+            **self._hopper_flags(), STREAM=stream, RING=ring, OWN_LISTS=self.own_lists, OF_KEYS=of_keys,
             num_warps=4, maxnreg=168,
         )  # fmt: skip
 
