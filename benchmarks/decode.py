@@ -7,9 +7,9 @@ A row has a cache of some length, random active blocks of 128 tokens (and the ne
 is PyTorch's `scaled_dot_product_attention` over the whole cache (on a GPU flash decoding: it splits the keys).
 Bandwidth is the bytes of the active keys and values ÷ time; the copy limit is that of a copy of all keys, both ways
 counted, and beside it that of a kernel that moves as many bytes as the active keys and values are. On a GPU times are
-those of CUDA graphs, and of calls from Python beside them. Contenders take turns. Before a row is timed its output is
-compared with float64 attention over the keys that it sees; a wrong one ends the run with exit status 1. Writes --out
-(benchmarks/results/decode_cpu.json or decode_gpu.json).
+those of CUDA graphs, and of calls from Python beside them. Contenders take turns, on a GPU several calls at a time.
+Before a row is timed its output is compared with float64 attention over the keys that it sees; a wrong one ends the
+run with exit status 1. Writes --out (benchmarks/results/decode_cpu.json or decode_gpu.json).
 """
 
 from __future__ import annotations
@@ -87,8 +87,11 @@ def row(tokens: int, share: float, batch: int, device: str, repeats: int) -> dic
         contenders["copy"] = lambda: target.copy_(k)
         some, copied = (x.flatten()[: _active(tokens, share) * batch * HEADS_KV * HEAD_DIM] for x in (k, target))
         contenders["copy of as many, graph"] = graphed(lambda: torch.add(some, 0, out=copied))
-    time = gpu_seconds if device == "cuda" else seconds
-    turns = [{name: time(run) for name, run in contenders.items()} for _ in range(repeats)]
+    if device == "cuda":
+        calls = {name: max(1, min(20, int(5e-3 / gpu_seconds(run)))) for name, run in contenders.items()}
+        turns = [{name: gpu_seconds(run, calls[name]) for name, run in contenders.items()} for _ in range(repeats)]
+    else:
+        turns = [{name: seconds(run) for name, run in contenders.items()} for _ in range(repeats)]
     times = {name: statistics.median(turn[name] for turn in turns) for name in contenders}
     read = 2 * batch * _active(tokens, share) * HEADS_KV * HEAD_DIM * k.element_size()
     fastest = "ours, graph" if device == "cuda" else "ours"
