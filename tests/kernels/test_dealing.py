@@ -19,21 +19,21 @@ from dilated_attention_pytorch.kernels.dealing import seats, tile_dealt, turns_o
 
 
 @triton.jit
-def _deal_kernel(taken, width, total, num_tiles, paired):
-    turns = turns_of(total, num_tiles, paired)
+def _deal_kernel(taken, width, total, num_tiles, order):
+    turns = turns_of(total, num_tiles, order)
     base = taken + tl.program_id(0) * width
     tl.store(base, turns)
     for turn in range(turns + 1):
-        place, which = tile_dealt(turn, total, num_tiles, paired)
+        place, which = tile_dealt(turn, total, num_tiles, order)
         tl.store(base + 1 + turn, which * num_tiles + place)
 
 
 def dealt(heads, num_tiles, processors):
     """The tiles of every program, and the one that it would ask for next."""
     total = heads * num_tiles
-    programs, paired = seats(total, num_tiles, processors)
+    programs, order = seats(total, num_tiles, processors)
     taken = torch.full((programs, total // programs * 3 + 9), -1)
-    _deal_kernel[(programs,)](taken, taken.shape[1], total, num_tiles, int(paired))
+    _deal_kernel[(programs,)](taken, taken.shape[1], total, num_tiles, order)
     return [row[1 : 1 + row[0]] for row in taken.tolist()], [row[1 + row[0]] for row in taken.tolist()]
 
 

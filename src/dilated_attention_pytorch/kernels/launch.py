@@ -179,12 +179,12 @@ class Call:
         tile_k = min(tile_k, layout.block_k)
         num_tiles = layout.num_q_blocks * (layout.block_q // 128)
         total = num_tiles * self.batch * self.heads
-        programs, paired = seats(total, num_tiles, num_processors(self.q.device))
+        programs, order = seats(total, num_tiles, num_processors(self.q.device))
         described = self._described((self.q, self.k, self.v, out), (64, tile_k, tile_k, 64))
         binding.launch(
             hopper_forward.forward_kernel, (programs,),
             (*described, lse, *self._by_query(), *self.masks[:-1]),
-            (*self.sizes, layout.num_q_blocks, *self.list_sizes, total, int(paired),
+            (*self.sizes, layout.num_q_blocks, *self.list_sizes, total, order,
              layout.num_k_blocks // layout.classes, *(x.stride(1) for x in (self.q, self.k, self.v)), self.units),
             **self._hopper_flags(), TILE_K=tile_k, Q_RING=q_ring, KV_RING=kv_ring,
             num_warps=4, maxnreg=168,
@@ -205,14 +205,14 @@ class Call:
             num_blocks, walked = layout.num_q_blocks, layout.num_k_blocks
             num_tiles, heads = num_blocks * (layout.block_q // 128), self.heads
         total = num_tiles * self.batch * heads
-        programs, paired = seats(total, num_tiles, num_processors(self.q.device))
+        programs, order = seats(total, num_tiles, num_processors(self.q.device))
         of_q, of_k = (stream, 64) if of_keys else (64, stream)
         inputs = (self.q, self.k, self.v, do)
         binding.launch(
             hopper_backward.backward_kernel, (programs,),
             (*self._described(inputs, (of_q, of_k, of_k, of_q)), hopper_forward.describe_rows(of_rows, stream),
              of_rows[0], of_rows[1], dq, dk, dv, *lists.tensors(), work, *self.masks[:-1]),
-            (self.batch, *self.sizes, num_blocks, *self.list_sizes, total, int(paired), walked // layout.classes,
+            (self.batch, *self.sizes, num_blocks, *self.list_sizes, total, order, walked // layout.classes,
              *(x.stride(1) for x in inputs), self.units, self.scale),
             **self._hopper_flags(), STREAM=stream, RING=ring, OWN_LISTS=self.own_lists, OF_KEYS=of_keys,
             num_warps=4, maxnreg=168,

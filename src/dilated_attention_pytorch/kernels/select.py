@@ -37,10 +37,7 @@ ROW_BYTES = 512  # of a row or column; with the tiles they must fit the shared m
 POOLED_AT_ONCE = tl.constexpr(32)  # tokens
 WAVES = 2  # programs of `masses_kernel` for each processor,
 SCRATCH = 1 << 27  # and numbers that all of them may store
-POOL_WARPS = 4
-WEIGHTS = 2048  # blocks that a program of the selection looks at together,
-TEAM = 4096  # and the most of a team of rows
-TEAM_WARPS = 8
+WEIGHTS = 2048  # blocks that a program of the selection looks at together
 GROUP = 8  # rows that it takes together where the budget is a sample's
 BINS = tl.constexpr(256)
 DIGITS = tl.constexpr(4)
@@ -413,7 +410,7 @@ def masses(
         (*q.stride()[:3], *k.stride()[:3],
          heads, heads_kv, seq_q, seq_k, num_q * of_q, num_k * of_k, units_q, scale),
         D=head_dim, PADDED_D=padded, PATCH_Q=patch[0], PATCH_K=patch[1], SPREAD_Q=spread_q, SPREAD_K=spread_k,
-        num_warps=POOL_WARPS,
+        num_warps=4,
     )  # fmt: skip
     launch(
         masses_kernel, (programs,), (rows, columns, made, scratch),
@@ -467,7 +464,7 @@ def lists(
         launch(
             teams_kernel, (num_rows // together,), (masses, forced, ends, limits, found),
             (num_rows, together, num_q, num_k),
-            HEADS=of_team, TILE=max(32, min(512, TEAM // of_team)), num_warps=TEAM_WARPS if of_team > 1 else 4,
+            HEADS=of_team, TILE=max(32, min(512, WEIGHTS // of_team)), num_warps=4,
         )  # fmt: skip
     shared = team == "sample"
     launch(
