@@ -195,6 +195,22 @@ def test_cited_figures_are_those_of_the_records():
         f"| {row['tokens']:,} | {row['share']:.0%} | {1e3 * row['seconds']['ours']:.1f} | {row['times_faster']:.0f} |"
         for row in record("decode_cpu.json")["rows"]
     ]
+    decoding_gpu = [
+        f"| {row['tokens']:,} | {100 * row['share']:.0f} % | {row['batch']} | "
+        f"{1e6 * row['seconds']['ours, graph']:.0f} | {row['times_faster']:.0f} | {row['bandwidth'] / 1e12:.2f} | {100 * row['share_of_copy_limit']:.0f} % |"
+        for row in record("decode_gpu.json")["rows"]
+    ]
+    choosing = [
+        f"| {row['scorer']} | {row['spread']} | {row['block'][0]} × {row['block'][1]} | {row['select_ms']:.2f} | "
+        f"{row['attend_ms']:.2f} | {100 * row['ratio']:.0f} % |"
+        for row in record("adaptive_gpu.json")["selection"]
+    ]
+    on_gpu = record("memory_cuda.json")
+    pool_gpu = [
+        f"| {row['workload']} | {'yes' if row['training'] else 'no'} | {row['speedup']:.2f} |"
+        for row in on_gpu["pool"]["rows"]
+    ]
+    worst = 100 * on_gpu["summary"]["planned peak, worst error"]["value"]
     memory = record("memory_cpu.json")
     pool = [
         f"| {row['workload']} | {'yes' if row['training'] else 'no'} | {row['speedup']:.2f} | "
@@ -220,17 +236,22 @@ def test_cited_figures_are_those_of_the_records():
             sparse_1,
             f"takes {min(selection):.0f}–{max(selection):.0f} % of the forward",
         ],
-        "decoding.md": [line.replace("%", " %", 1) for line in decoding],
+        "decoding.md": [*(line.replace("%", " %", 1) for line in decoding), *decoding_gpu],
         "adaptive.md": [
-            f"{kind} {' | '.join(ratios)} |"
-            for kind, ratios in longer.items()
-            if len(ratios) == 2 and "dense" not in kind
+            *choosing,
+            *(
+                f"{kind} {' | '.join(ratios)} |"
+                for kind, ratios in longer.items()
+                if len(ratios) == 2 and "dense" not in kind
+            ),
         ],
         "performance.md": [
             f"| {name} | {host_alone[f'{name}, operator']:.0f} | {host_alone[name]:.0f} |" for name in plain
         ],
         "memory.md": [
             *pool,
+            *pool_gpu,
+            f"On an H200, {len(on_gpu['plan']['rows'])} configurations: the worst is {worst:.1f} % off",
             f"{len(memory['plan']['rows'])} configurations, forward and training: the worst is "
             f"{100 * found['planned peak, worst error']:.1f} % off",
             f"differ by {100 * found['two configurations, difference']:.1f} %",
