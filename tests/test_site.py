@@ -197,7 +197,8 @@ def test_cited_figures_are_those_of_the_records():
     ]
     decoding_gpu = [
         f"| {row['tokens']:,} | {100 * row['share']:.0f} % | {row['batch']} | "
-        f"{1e6 * row['seconds']['ours, graph']:.0f} | {row['times_faster']:.0f} | {row['bandwidth'] / 1e12:.2f} | {100 * row['share_of_copy_limit']:.0f} % |"
+        f"{1e6 * row['seconds']['ours, graph']:.0f} | {row['times_faster']:.0f} | "
+        f"{row['bandwidth'] / 1e12:.2f} | {100 * row['share_of_copy_limit']:.0f} % |"
         for row in record("decode_gpu.json")["rows"]
     ]
     choosing = [
