@@ -1,6 +1,6 @@
 """Does a model that learns with sparse attention recall as well as a dense one? With the schedule, and without it.
 
-    python examples/recall.py --device cuda --out benchmarks/results/recall.json
+    python examples/recall.py --pairs 32 --batch 32 --backend reference --out benchmarks/results/recall_schedule.json
 
 A sequence shows pairs of a key and a value, then all keys once more in another order; after each the model must name
 its value. Two layers of attention over blocks that are chosen from the content, trained three ways: dense (measured
@@ -36,11 +36,11 @@ def batch_of(size: int, pairs: int, device: str) -> tuple[Tensor, Tensor]:
 
 
 class Layer(nn.Module):
-    def __init__(self, width: int, heads: int, share: float, block: int) -> None:
+    def __init__(self, width: int, heads: int, share: float, block: int, backend: str) -> None:
         super().__init__()
         self.norm, self.heads = nn.LayerNorm(width), heads
         self.qkv, self.out = nn.Linear(2 * width, 3 * width), nn.Linear(width, width)
-        self.attention = BlockSparseAdaptive(share, block_size=block)
+        self.attention = BlockSparseAdaptive(share, block_size=block, backend=backend)
         self.mlp = nn.Sequential(
             nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
         )
@@ -55,7 +55,7 @@ class Layer(nn.Module):
 
 def train(way: str, args: argparse.Namespace) -> dict[str, object]:
     torch.manual_seed(args.seed)
-    layers = [Layer(args.width, args.heads, args.share, args.block) for _ in range(2)]
+    layers = [Layer(args.width, args.heads, args.share, args.block, args.backend) for _ in range(2)]
     model = nn.Sequential(nn.Embedding(2 * KINDS, args.width), *layers, nn.Linear(args.width, 2 * KINDS))
     model = model.to(args.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.rate, weight_decay=0.0)
@@ -100,6 +100,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=2e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--backend", default="auto", help="on a CPU a matrix of pairs, 'reference', is fastest here")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     rows = [train(way, args) for way in ("dense", "schedule", "sparse")]
