@@ -2,9 +2,11 @@
 
     python examples/recall.py --pairs 32 --batch 32 --backend reference --out benchmarks/results/recall_schedule.json
 
-A sequence shows pairs of a key and a value, then all keys once more in another order; after each the model must name
-its value. Two layers of attention over blocks that are chosen from the content, trained three ways: dense (measured
-dense), closed step by step by a `SparsitySchedule`, and sparse from the first step on (both measured sparse).
+A sequence shows pairs of a key and a value, then all keys once more; after each the model must name its value. Blocks
+of pairs are asked for in another order, and so are the pairs of a block: which block matters is for the content to
+say, and it is one for all queries of a block, since blocks are what is chosen. Two layers of attention over blocks
+that are chosen from the content, trained three ways: dense (measured dense), closed step by step by a
+`SparsitySchedule`, and sparse from the first step on (both measured sparse).
 """
 
 from __future__ import annotations
@@ -23,11 +25,13 @@ from dilated_attention_pytorch import BlockSparseAdaptive, SparsitySchedule
 KINDS = 128  # keys, and as many values
 
 
-def batch_of(size: int, pairs: int, device: str) -> tuple[Tensor, Tensor]:
+def batch_of(size: int, pairs: int, block: int, device: str) -> tuple[Tensor, Tensor]:
     """Tokens (size, 4 · pairs), and for every token the value that comes next, or −100 where nothing is asked."""
+    together = block // 2
     keys = torch.rand(size, KINDS, device=device).argsort(1)[:, :pairs]
     values = torch.randint(KINDS, (size, pairs), device=device) + KINDS
-    order = torch.rand(size, pairs, device=device).argsort(1)
+    blocks = torch.rand(size, pairs // together, 1, device=device).argsort(1)
+    order = (blocks * together + torch.rand(size, pairs // together, together, device=device).argsort(2)).flatten(1)
     shown = torch.stack((keys, values), 2).flatten(1)
     asked = torch.stack((keys.gather(1, order), values.gather(1, order)), 2).flatten(1)
     targets = torch.full((size, 4 * pairs), -100, device=device)
@@ -40,7 +44,7 @@ class Layer(nn.Module):
         super().__init__()
         self.norm, self.heads = nn.LayerNorm(width), heads
         self.qkv, self.out = nn.Linear(2 * width, 3 * width), nn.Linear(width, width)
-        self.attention = BlockSparseAdaptive(share, block_size=block, backend=backend)
+        self.attention = BlockSparseAdaptive(share, block_size=block, sink=0, local=0, backend=backend)
         self.mlp = nn.Sequential(
             nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
         )
@@ -64,7 +68,7 @@ def train(way: str, args: argparse.Namespace) -> dict[str, object]:
         schedule.load_state_dict({"taken": 0, "closed": schedule.steps})
     started = time.perf_counter()
     for step in range(args.steps):
-        tokens, targets = batch_of(args.batch, args.pairs, args.device)
+        tokens, targets = batch_of(args.batch, args.pairs, args.block, args.device)
         loss = cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
         optimizer.zero_grad()
         loss.backward()
@@ -76,7 +80,7 @@ def train(way: str, args: argparse.Namespace) -> dict[str, object]:
     right = asked = 0
     with torch.no_grad():
         for _ in range(args.checks):
-            tokens, targets = batch_of(args.batch, args.pairs, args.device)
+            tokens, targets = batch_of(args.batch, args.pairs, args.block, args.device)
             guess = model(tokens).argmax(-1)
             right += int(((guess == targets) & (targets >= 0)).sum())
             asked += int((targets >= 0).sum())
@@ -96,13 +100,15 @@ def main() -> None:
         "checks": 20,
     }.items():
         parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--share", type=float, default=0.3, help="of the causal blocks that is kept")
+    parser.add_argument("--share", type=float, default=0.4, help="of the causal blocks that is kept")
     parser.add_argument("--rate", type=float, default=2e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--backend", default="auto", help="on a CPU a matrix of pairs, 'reference', is fastest here")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    if args.pairs % (args.block // 2):
+        parser.error(f"--pairs must fill blocks of {args.block} tokens, got {args.pairs}")
     rows = [train(way, args) for way in ("dense", "schedule", "sparse")]
     options = {name: value for name, value in vars(args).items() if name != "out"}
     record = {"command": "python examples/recall.py", "torch": torch.__version__, "options": options, "rows": rows}

@@ -32,12 +32,14 @@ def test_every_example_is_here():
 def test_recall(monkeypatch, tmp_path, capsys):
     """The task is right, and all three ways of training run."""
     recall = load("recall")
-    tokens, targets = recall.batch_of(2, 16, "cpu")
+    tokens, targets = recall.batch_of(2, 16, 16, "cpu")
     for row, target in zip(tokens.tolist(), targets.tolist(), strict=True):
         shown = dict(zip(row[:32:2], row[1:32:2], strict=True))
         assert [target[i] for i in range(32, 64, 2)] == [shown[row[i]] for i in range(32, 64, 2)]
         assert [target[i] for i in range(32, 64, 2)] == row[33::2]
         assert set(target[:32] + target[33::2]) == {-100}
+        blocks = [row[i : i + 16 : 2] for i in range(0, 64, 16)]  # keys; those of a block are asked for together
+        assert sorted(map(sorted, blocks[:2])) == sorted(map(sorted, blocks[2:]))
     out = tmp_path / "recall.json"
     small = ["--pairs", "16", "--width", "16", "--batch", "4", "--steps", "4", "--checks", "1", "--out", str(out)]
     monkeypatch.setattr(sys, "argv", ["recall.py", *small])
