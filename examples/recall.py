@@ -1,6 +1,6 @@
 """Does a model that learns with sparse attention recall as well as a dense one? With the schedule, and without it.
 
-    python examples/recall.py --pairs 32 --batch 32 --backend reference --out benchmarks/results/recall_schedule.json
+    python examples/recall.py --pairs 32 --batch 32 --steps 600 --backend reference --out recall_schedule.json
 
 A sequence shows pairs of a key and a value, then all keys once more; after each the model must name its value. Blocks
 of pairs are asked for in another order, and so are the pairs of a block: which block matters is for the content to

@@ -240,6 +240,9 @@ def test_cited_figures_are_those_of_the_records():
         "decoding.md": [*(line.replace("%", " %", 1) for line in decoding), *decoding_gpu],
         "adaptive.md": [
             *choosing,
+            "dense {} right, closed by the schedule {}, sparse from the first step on {}.".format(
+                *(f"{100 * row['accuracy']:.1f} %" for row in record("recall_schedule.json")["rows"])
+            ),
             *(
                 f"{kind} {' | '.join(ratios)} |"
                 for (_, kind), ratios in longer.items()
