@@ -90,16 +90,9 @@ def train(way: str, args: argparse.Namespace) -> dict[str, object]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    for name, value in {
-        "pairs": 64,
-        "width": 64,
-        "heads": 2,
-        "block": 16,
-        "batch": 64,
-        "steps": 2000,
-        "checks": 20,
-    }.items():
-        parser.add_argument(f"--{name}", type=int, default=value)
+    sizes = {"--pairs": 64, "--width": 64, "--heads": 2, "--block": 16, "--batch": 64, "--steps": 2000, "--checks": 20}
+    for name, value in sizes.items():
+        parser.add_argument(name, type=int, default=value)
     parser.add_argument("--share", type=float, default=0.4, help="of the causal blocks that is kept")
     parser.add_argument("--rate", type=float, default=2e-3)
     parser.add_argument("--seed", type=int, default=0)
