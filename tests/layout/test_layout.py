@@ -324,6 +324,16 @@ ON_A_DEVICE = {
 
 
 @pytest.mark.parametrize("name", ON_A_DEVICE)
+def test_the_default_device_is_not_asked(name):
+    pattern, seq = ON_A_DEVICE[name][0], 66536 if name == "documents" else 65536
+    want = BlockLayout.from_pattern(pattern, seq, block_size=128)
+    with torch.device("meta"):
+        got = BlockLayout.from_pattern(pattern, seq, block_size=128, device="cpu")
+    for mine, its in zip(got.by_query.tensors(), want.by_query.tensors(), strict=True):
+        assert torch.equal(mine, its)
+
+
+@pytest.mark.parametrize("name", ON_A_DEVICE)
 def test_a_device_is_not_waited_for(name):
     """The meta device has no numbers to wait for: whoever asks for one gets an error."""
     pattern, most = ON_A_DEVICE[name]

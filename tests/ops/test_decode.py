@@ -238,6 +238,28 @@ def test_a_page_that_is_not_there_is_nan_in_the_kernels(monkeypatch):
     assert out[1].isnan().all()
 
 
+@pytest.mark.parametrize("backend", ["triton", "blockwise"])
+def test_what_nobody_sees_may_be_anything(monkeypatch, backend):
+    """Pages behind a window that were given back, padding, and what else is in the page of a missing one."""
+    if backend == "triton":
+        pytest.importorskip("triton", reason="needs triton, which there is for Linux alone")
+    from dilated_attention_pytorch.ops import decode
+
+    monkeypatch.setattr(decode, "_check_pages", lambda *args: None)
+    q, pages = torch.randn(1, 1, 2, 16), torch.randn(2, 10, 16, 2, 16)
+    pages[:, 0] = torch.nan
+    pages[:, 3, :7] = torch.nan  # before the window of 41 tokens
+    pages[1, 5, 11] = torch.nan  # padding
+    hidden = torch.zeros(1, 128, dtype=torch.bool)
+    hidden[:, 7 * 16 + 11] = True
+    table = torch.tensor([[-1, -1, -1, -1, -1, 3, 4, 5]])
+    out = decode_attention(q, *pages, SlidingWindow(40, 0), page_table=table, key_padding_mask=hidden, backend=backend)
+    seen = [t for t in range(87, 128) if not hidden[0, t]]
+    k, v = (torch.stack([x[table[0, t // 16], t % 16] for t in seen]) for x in pages)
+    weights = torch.softmax(torch.einsum("hd,thd->ht", q[0, 0], k) / 4, -1)
+    torch.testing.assert_close(out[0, 0], torch.einsum("ht,thd->hd", weights, v), rtol=1e-4, atol=1e-5)
+
+
 Q, K, V = cache()
 
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..layout.lists import HOST
 from ..layout.rows import CacheRows
 from ..layout.rules import key_bounds
 from .base import Extras, compute_dtype
@@ -101,7 +102,7 @@ def _tokens_seen(rows: CacheRows, i: int, part: int, position: int, length: int)
     token = token + torch.arange(rows.block, device=token.device)
     seen = token < length
     if split < stop:
-        query, nothing = torch.tensor(ahead + position), rows.rules.new_empty(2, 0)
+        query, nothing = torch.tensor(ahead + position, device=HOST), rows.rules.new_empty(2, 0)
         allowed = torch.zeros_like(seen[split - start :])
         for interval in rows.rules[rows.rule_ids[split:stop]].unbind(1):
             first, last = key_bounds(interval, query, length, length, nothing)

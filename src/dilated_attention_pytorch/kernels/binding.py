@@ -19,7 +19,8 @@ def launch(
     """`kernel[grid](*data, *numbers, **constants)`, with a fraction of the work on the host from the second time on.
 
     A kernel's parameters come in this order. Triton compiles by the type of a pointer and its alignment, by the kind of
-    copy that a descriptor describes, and by the numbers: launches that share these share what it compiled.
+    copy that a descriptor describes, and by the numbers: launches that share these share what it compiled. (A number of
+    one place has one type: 1 and 1.0 are the same here, and not to Triton.)
 
     Args:
         data: tensors and tensor descriptors, last a tensor, which says on which device.

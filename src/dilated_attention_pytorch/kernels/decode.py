@@ -83,7 +83,13 @@ def decode_kernel(
             else:
                 k_at, v_at = sample_64 * k_b + key_64 * k_s, sample_64 * v_b + key_64 * v_s
             keys = load_rows(k + key_head.to(tl.int64) * k_h, k_at, 1, there, D, PADDED_D)
-            values = load_rows(v + key_head.to(tl.int64) * v_h, v_at, 1, there, D, PADDED_D)
+            seen = there & pairs_allowed(
+                position + ahead + key * 0, key, entry, split, stop, sample,
+                rule_ids, rules, rules, padding, rules, num_intervals, capacity, capacity,
+                MASKED, GATHERED, True, SINGLE, False, PADDING, 0,
+            )  # fmt: skip
+            # What nobody sees may be anything, and 0 times NaN is NaN.
+            values = load_rows(v + key_head.to(tl.int64) * v_h, v_at, 1, seen, D, PADDED_D)
             scores = tl.dot(queries, keys.T, input_precision=PRECISION)
             if FLIP:
                 scores = -scores
@@ -91,11 +97,6 @@ def decode_kernel(
                 scores, _ = shaped(
                     scores * scale, position, key[None, :], slope, cap, capacity, capacity, SOFTCAP, ALIBI
                 )  # fmt: skip
-            seen = there & pairs_allowed(
-                position + ahead, key, entry, split, stop, sample,
-                rule_ids, rules, rules, padding, rules, num_intervals, capacity, capacity,
-                MASKED, GATHERED, True, SINGLE, False, PADDING, 0,
-            )  # fmt: skip
             scores = tl.where(seen[None, :], scores, float("-inf"))
             if PAGED:  # garbage must not look like a result
                 scores = tl.where((missing & seen)[None, :], float("nan"), scores)

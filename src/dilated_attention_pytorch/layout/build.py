@@ -36,7 +36,7 @@ from ..patterns import (
 )
 from ..patterns.blocks import MASK32, BlockPattern, ceil_div, mix32
 from ..patterns.tokens import EVERYTHING, UNBOUNDED, Interval
-from .lists import BlockList, send
+from .lists import HOST, BlockList, send
 from .rules import NOTHING, document_bounds
 
 # Candidate blocks handled at a time; bounds the temporary memory of a build.
@@ -165,7 +165,7 @@ def find_blocks(
     (seq_q, seq_k), (block_q, block_k) = lengths, blocks
     num_columns = ceil_div(seq_k, block_k)
     if query_blocks is None:
-        head = torch.arange(seq_k - seq_q, seq_k, block_q)
+        head = torch.arange(seq_k - seq_q, seq_k, block_q, device=HOST)
     else:
         head = query_blocks.cpu() * block_q + (seq_k - seq_q)
     spans = [None if _whole(term, seq_k) else Span.of(term.interval, head, seq_k, blocks, starts) for term in terms]
@@ -266,7 +266,7 @@ def _whole(term: Term, seq_k: int) -> bool:
 def _row_chunks(counts: Tensor) -> list[tuple[int, int]]:
     """Runs of rows with about CHUNK candidates each; a single row may have more."""
     total = counts.cumsum(0)
-    marks = torch.arange(CHUNK, int(total[-1]) + CHUNK, CHUNK)
+    marks = torch.arange(CHUNK, int(total[-1]) + CHUNK, CHUNK, device=HOST)
     edges = sorted({0, *(torch.searchsorted(total, marks, right=True)).tolist(), len(counts)})
     return list(pairwise(edges))
 
@@ -390,7 +390,7 @@ def _(rule: RandomBlocks, num_blocks: int) -> int:
 @_key_blocks.register
 def _(rule: RandomBlocks, rows: Tensor, num_blocks: int, device: torch.device) -> tuple[Tensor, Tensor]:
     width = _width(rule, num_blocks)
-    part = torch.arange(width)
+    part = torch.arange(width, device=HOST)
     start, stop = part * num_blocks // width, (part + 1) * num_blocks // width
     seeds, part, start, size = send((mix32(mix32(rule.seed) ^ (rows & MASK32)), part, start, stop - start), device)
     return (start + mix32(seeds[:, None] ^ part) % size).flatten(), torch.full_like(rows, width)
@@ -404,7 +404,7 @@ def _(rule: Blocks, num_blocks: int) -> int:
 @_key_blocks.register
 def _(rule: Blocks, rows: Tensor, num_blocks: int, device: torch.device) -> tuple[Tensor, Tensor]:
     pairs = [pair for pair in rule.pairs if pair[1] < num_blocks]
-    row, column = torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2).T.contiguous()
+    row, column = torch.tensor(pairs, dtype=torch.int64, device=HOST).reshape(-1, 2).T.contiguous()
     first = torch.searchsorted(row, rows)
     count = torch.searchsorted(row, rows, right=True) - first
     _, place = ragged(first, count, rows.device)
@@ -419,12 +419,12 @@ def _(rule: DilatedBlocks, num_blocks: int) -> int:
 
 @_key_blocks.register
 def _(rule: DilatedBlocks, rows: Tensor, num_blocks: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    budget, turn = rule.budget(num_blocks), torch.arange(rule.turns(num_blocks))
+    budget, turn = rule.budget(num_blocks), torch.arange(rule.turns(num_blocks), device=HOST)
     half = (turn + 1) // 2
     alternate = torch.where(turn % 2 == 1, -half, half)
     # No row looks forth beyond this; one before the first key, nowhere at all.
     ahead = (num_blocks - 1 - rows).clamp(max=0 if rule.causal else num_blocks).masked_fill(rows < 0, -(2**40))
-    segment, dilation = torch.tensor(rule.branches).T
+    segment, dilation = torch.tensor(rule.branches, device=HOST).T
     row, ahead, turn, half, alternate, segment, last_place, dilation = send(
         (rows, ahead, turn, half, alternate, segment, segment - 1, dilation), device
     )

@@ -17,7 +17,7 @@ from ..patterns.blocks import ceil_div
 from ..patterns.tokens import EVERYTHING, UNBOUNDED, Interval
 from . import build, cost
 from .checks import block_pair, check_layout, check_sizes
-from .lists import BlockList, send
+from .lists import HOST, BlockList, send
 from .rules import NOTHING, document_bounds, key_bounds, moved, num_tokens
 
 if TYPE_CHECKING:
@@ -161,7 +161,7 @@ class BlockLayout:
             block_k=blocks[1],
             by_query=by_query,
             num_heads=len(heads) if len(heads) > 1 else None,
-            rules=send((torch.tensor(table, dtype=torch.int32),), device)[0],
+            rules=send((torch.tensor(table, dtype=torch.int32, device=HOST),), device)[0],
             documents=documents,
             branches=torch.empty_like(NO_BRANCHES, device=device),
             kind=whole.get(terms[0].interval) if alone else None,

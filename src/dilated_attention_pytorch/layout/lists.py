@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+HOST = torch.device("cpu")  # whatever the default device is
+
 
 @dataclass(frozen=True, eq=False)
 class BlockList:
@@ -38,7 +40,7 @@ class BlockList:
     @classmethod
     def placed(cls, column: Tensor, count: Tensor) -> BlockList:
         """From entries in their places; `count`, on the host: of each row how many are full, and how many partial."""
-        place = torch.zeros(len(count) + 1, dtype=torch.int32)
+        place = torch.zeros(len(count) + 1, dtype=torch.int32, device=HOST)
         torch.cumsum(count, 0, dtype=torch.int32, out=place[1:])
         (place,) = send((place,), column.device)
         return cls(place[::2].clone(), place[1::2].clone(), column.int(), place.new_empty(0))
@@ -104,7 +106,7 @@ def send(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     if pinned and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("a layout cannot be built while a CUDA graph is captured: make the call once before")
     sizes = [tensor.numel() for tensor in tensors]
-    whole = torch.empty(sum(sizes), dtype=tensors[0].dtype, pin_memory=pinned)
+    whole = torch.empty(sum(sizes), dtype=tensors[0].dtype, device=HOST, pin_memory=pinned)
     torch.cat([tensor.flatten() for tensor in tensors], out=whole)
     parts = whole.to(device, non_blocking=pinned).split(sizes)
     return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]

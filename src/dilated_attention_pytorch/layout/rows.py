@@ -11,7 +11,8 @@ from torch import Tensor
 
 from ..patterns import Pattern
 from ..patterns.blocks import ceil_div
-from .layout import BlockLayout, BlockList
+from .layout import BlockLayout
+from .lists import HOST, BlockList
 from .rules import NOTHING
 
 
@@ -57,7 +58,9 @@ def _rows_of(pattern: Pattern, rows: tuple[tuple[int, int], ...], block: int, de
     num_rules = num_lists = 0
     with torch.inference_mode(False):
         for row, length in dict.fromkeys(rows):
-            layout = BlockLayout.from_pattern(pattern, length, block_size=block, query_blocks=torch.tensor([row]))
+            layout = BlockLayout.from_pattern(
+                pattern, length, block_size=block, query_blocks=torch.tensor([row], device=HOST)
+            )
             which, _, column, rule = layout.entries()
             num_lists = layout.num_lists
             entries.append((len(at) * num_lists + which, column, torch.where(rule >= 0, rule + num_rules, -1)))
@@ -68,11 +71,11 @@ def _rows_of(pattern: Pattern, rows: tuple[tuple[int, int], ...], block: int, de
         row_of, column, rule = (torch.cat(parts) for parts in zip(*entries, strict=True))
         lists = BlockList.pack(row_of, column, rule >= 0, rule, len(at) * num_lists)
         width = max(table.shape[1] for table in rules)
-        nothing = torch.tensor(NOTHING, dtype=torch.int32)
+        nothing = torch.tensor(NOTHING, dtype=torch.int32, device=HOST)
         table = torch.cat([torch.cat((t, nothing.expand(len(t), width - t.shape[1], 5)), dim=1) for t in rules])
-        first = torch.tensor([at[key] for key in rows])
+        first = torch.tensor([at[key] for key in rows], device=HOST)
         ends = torch.stack((lists.offsets[:-1], lists.splits, lists.offsets[1:]), dim=1).unflatten(0, (-1, num_lists))
-        heads = torch.tensor(ahead, dtype=torch.int32)[:, None, None].expand(-1, num_lists, 1)
+        heads = torch.tensor(ahead, dtype=torch.int32, device=HOST)[:, None, None].expand(-1, num_lists, 1)
         return CacheRows(
             work=torch.cat((heads, ends), dim=2)[first].flatten(0, 1).to(device),
             indices=lists.indices.to(device),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..patterns.tokens import UNBOUNDED, Interval
-from .lists import send
+from .lists import HOST, send
 
 # Unused places of the table: no query is below 0 − UNBOUNDED, so nothing is seen.
 NOTHING = Interval(query_stop=-(2**30))
@@ -37,7 +37,7 @@ def key_bounds(interval: Tensor, query: Tensor, seq_q: int, seq_k: int, document
 
 def document_bounds(starts: tuple[int, ...], position: Tensor) -> Tensor:
     """`documents` for documents that start at `starts` and queries at these positions; before the first key: none."""
-    (edges,) = send((torch.tensor(starts, dtype=torch.int32),), position.device)
+    (edges,) = send((torch.tensor(starts, dtype=torch.int32, device=HOST),), position.device)
     document = torch.searchsorted(edges, position, right=True)
     outside = position < 0
     start = edges[(document - 1).clamp(min=0)].masked_fill(outside, 0)

@@ -13,6 +13,7 @@ from ..backends import decoding, triton
 from ..backends.base import Extras, Request, compute_dtype
 from ..backends.decoding import Cache, capacity_of
 from ..layout.build import documents_of
+from ..layout.lists import HOST
 from ..layout.rows import rows_at
 from ..patterns import Causal, Pattern
 from ..patterns.base import check_flag, check_int, numbered
@@ -156,7 +157,7 @@ def _(q, k, v, lengths, page_table, key_padding_mask, slopes, number, is_causal,
 def _on_device(counts: tuple[int, ...], device: torch.device) -> Tensor:
     """Once for all layers of a step."""
     with torch.inference_mode(False):
-        return torch.tensor(counts, dtype=torch.int32).to(device)
+        return torch.tensor(counts, dtype=torch.int32, device=HOST).to(device)
 
 
 @lru_cache(maxsize=128)
@@ -223,14 +224,14 @@ def _check_pages(page_table: Tensor, counts: tuple[int, ...], pages: Tensor) -> 
 def _checked_lengths(lengths: Sequence[int] | Tensor | None, q: Tensor, capacity: int) -> Tensor:
     """int64 [batch], where it was; the values are checked once they are read."""
     if lengths is None:
-        return torch.full((len(q),), capacity)
+        return torch.full((len(q),), capacity, device=HOST)
     if isinstance(lengths, Tensor):
         if lengths.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"lengths must be int32 or int64, got {lengths.dtype}")
     elif isinstance(lengths, Sequence) and not isinstance(lengths, str):
         for length in lengths:
             check_int("lengths", length, least=1)
-        lengths = torch.tensor(lengths, dtype=torch.int64)
+        lengths = torch.tensor(lengths, dtype=torch.int64, device=HOST)
     else:
         raise TypeError(f"lengths must be a sequence of ints, a tensor or None, got {type(lengths).__name__}")
     if lengths.shape != (len(q),):

@@ -27,9 +27,11 @@ from ..backends.triton import can_run
 from ..layout import BlockLayout, BlockList
 from ..layout.build import Span
 from ..layout.checks import block_pair
+from ..layout.lists import HOST
 from ..patterns.base import check_flag, check_int
 from ..patterns.blocks import check_ratio
 from ..patterns.tokens import EVERYTHING, Interval
+from .block_sparse import nobody_looks_on
 from .checks import check_masks, check_qkv, check_scale
 from .scores import Antidiagonal, Blocked, MeanPooled, MinMaxBound, Moments, SampledRows, Scorer, estimated_masses
 
@@ -253,10 +255,10 @@ def _grid(
     """Made on the host, once for these lengths: its counts are ints, and a device need not be waited for."""
     (seq_q, seq_k), (block_q, block_k) = lengths, blocks
     interval = Interval(right=0) if is_causal else EVERYTHING
-    span = Span.of(interval, torch.arange(seq_k - seq_q, seq_k, block_q), seq_k, blocks)
-    column = torch.arange(-(-seq_k // block_k))
+    span = Span.of(interval, torch.arange(seq_k - seq_q, seq_k, block_q, device=HOST), seq_k, blocks)
+    column = torch.arange(-(-seq_k // block_k), device=HOST)
     visible = (column >= span.first[:, None]) & (column < span.stop[:, None])
-    head = torch.arange(0, seq_q, block_q)
+    head = torch.arange(0, seq_q, block_q, device=HOST)
     tail = (head + block_q).clamp(max=seq_q) - 1
     near = (head + (seq_k - seq_q) - local) // block_k, (tail + (seq_k - seq_q) + local) // block_k
     forced = (column * block_k < sink) | ((column >= near[0][:, None]) & (column <= near[1][:, None]))
@@ -394,8 +396,8 @@ def _places(selector: Selector, grid: Grid, lists: int) -> int:
 
 
 def _kernels(q: Tensor) -> ModuleType | None:
-    """`kernels.select`, where a CUDA device and dtype have it; a compiler sees the operators instead."""
-    if torch.compiler.is_compiling() or not _has_kernels(q.device, q.dtype, q.shape[3]):
+    """`kernels.select`, where a CUDA device and dtype have it; who traces or transforms sees the operators instead."""
+    if not nobody_looks_on(q) or not _has_kernels(q.device, q.dtype, q.shape[3]):
         return None
     from ..kernels import select  # loads triton
 
