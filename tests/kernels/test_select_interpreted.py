@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses import FakeTensorMode
 
 from dilated_attention_pytorch import (
     CumulativeMass,
@@ -180,3 +181,18 @@ def test_who_is_served(by_kernels):
     assert by_kernels == []
     with pytest.raises(ValueError, match="must divide the block, 16 tokens, got 3"):
         select_blocks(q, k, scorer=MeanPooled(3, 4), **call)
+
+
+def test_who_traces_or_transforms_sees_the_operators(monkeypatch):
+    monkeypatch.setattr(select, "_has_kernels", lambda *args: True)
+    q, seen = torch.randn(2, 1, 64, 2, 16), []
+
+    def look(x):
+        seen.append(select._kernels(x))
+        return x
+
+    look(q[0])
+    torch.func.vmap(look)(q)
+    with FakeTensorMode():
+        look(torch.empty(1, 64, 2, 16))
+    assert seen == [kernels, None, None]
