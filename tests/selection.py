@@ -3,6 +3,7 @@
 import torch
 
 from dilated_attention_pytorch import SharedBudget, TopK
+from dilated_attention_pytorch.ops import select
 
 
 def first_kept(selector, masses, grid):
@@ -20,3 +21,16 @@ def first_kept(selector, masses, grid):
     if isinstance(selector, TopK) and selector.across_heads:
         kept = kept.unflatten(2, (lists, num_k)).transpose(1, 2)
     return kept.view_as(masses) & grid.visible
+
+
+def assert_first_kept(selector, masses, given, grid):
+    """The kernels make exactly those lists of `given` (the masses, or NaN for all of them), and their order of work."""
+    from dilated_attention_pytorch.kernels import select as kernels
+
+    batch, lists = masses.shape[:2]
+    team = select._team(selector, grid, lists)
+    got, work = kernels.lists(given, grid.forced, grid.ends, grid.last_full, *team)
+    want = select._listed(first_kept(selector, masses, grid), grid.last_full, batch * team.places)
+    for ours, theirs in zip(got.tensors(), want.tensors(), strict=True):
+        assert torch.equal(ours, theirs)
+    assert torch.equal(work, want.work(batch * lists))

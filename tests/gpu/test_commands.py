@@ -5,7 +5,6 @@ import json
 import pytest
 import torch
 
-pytest.importorskip("typer", reason="needs typer, which the command line is made with")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 

@@ -170,8 +170,7 @@ def test_masses_at_65536_tokens(head_dim):
 @pytest.mark.parametrize("selector", [*FUSED, SharedBudget(1.0), TopK(0.1, across_heads=True)], ids=repr)
 def test_lists_by_kernels(selector, kind):
     """Given the masses: exactly the lists of the first of equally heavy blocks, and their order of work."""
-    from dilated_attention_pytorch.kernels import select as kernels
-    from tests.selection import first_kept
+    from tests.selection import assert_first_kept
 
     for lengths, blocks, lists in [
         ((1, 1), (16, 16), 1), ((700, 900), (64, 16), 4), ((9000, 9000), (16, 16), 3), ((65536, 65536), (128, 128), 16),
@@ -181,12 +180,7 @@ def test_lists_by_kernels(selector, kind):
             masses = torch.rand(2, lists, *grid.visible.shape, device="cuda")
             masses = (masses * 3).round() if kind == "tied" else masses if kind == "different" else masses * 0
             given = masses / masses if kind == "nan" else masses
-            team = select._team(selector, grid, lists)
-            got, work = kernels.lists(given, grid.forced, grid.ends, grid.last_full, *team)
-            want = select._listed(first_kept(selector, masses, grid), grid.last_full, 2 * team.places)
-            for ours, theirs in zip(got.tensors(), want.tensors(), strict=True):
-                assert torch.equal(ours, theirs)
-            assert torch.equal(work, want.work(2 * lists))
+            assert_first_kept(selector, masses, given, grid)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

@@ -4,8 +4,6 @@ float32 and float16: the interpreter's bfloat16 is not a GPU's (`tests/gpu` has 
 these small blocks; small tiles cut them and take the way of the copy engine.
 """
 
-import warnings
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -29,14 +27,6 @@ from dilated_attention_pytorch.kernels import launch
 from dilated_attention_pytorch.kernels.configs import Config, Configs
 
 SMALL = Configs(*[Config(16, 16, 4, 1)] * 3)
-
-
-@pytest.fixture(autouse=True)
-def quiet():
-    """Hashes wrap around and hidden scores overflow: numpy, which the interpreter runs on, would warn of both."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)
-        yield
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """Choosing blocks by the kernels, in Triton's interpreter: the same as by the operators that define it."""
 
-import warnings
 from dataclasses import replace
 
 import pytest
@@ -19,7 +18,7 @@ from dilated_attention_pytorch import (
 )
 from dilated_attention_pytorch.ops import select
 from dilated_attention_pytorch.ops.scores import estimated_masses
-from tests.selection import first_kept
+from tests.selection import assert_first_kept
 
 pytest.importorskip("triton", reason="needs triton, which there is for Linux alone")
 if torch.cuda.is_available():
@@ -29,14 +28,6 @@ from dilated_attention_pytorch.kernels import select as kernels
 
 SELECTORS = [SharedBudget(0.3), TopK(0.3), TopK(0.3, even=True, across_heads=True)]
 PATCHES = [(None, None), (4, 4), (16, 16), (None, 8), (1, 16)]
-
-
-@pytest.fixture(autouse=True)
-def quiet():
-    """Empty sums have the logarithm −inf: numpy, which the interpreter runs on, would warn of it."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)
-        yield
 
 
 @pytest.fixture
@@ -91,7 +82,7 @@ def test_tiles_are_dealt_out(programs, monkeypatch):
     q, k = inputs(600, batch=1)
     want = estimated_masses(q.double(), k.double(), MeanPooled(4, 16), (16, 16), is_causal=True, scale=0.3)
     monkeypatch.setattr(kernels, "WAVES", 1)
-    monkeypatch.setattr(kernels, "_processors", lambda device: programs)
+    monkeypatch.setattr(kernels, "num_processors", lambda device: programs)
     got = fused_masses(q, k, (4, 16), (16, 16), True)
     torch.testing.assert_close(got.double(), want, rtol=0, atol=1e-6)
 
@@ -119,12 +110,7 @@ def test_lists(sizes, blocks, selector, is_causal, lists, kind, seed):
     masses = torch.rand(2, lists, *grid.visible.shape)
     masses = {"different": masses, "tied": (masses * 3).round(), "nothing": masses * 0, "nan": masses * 0}[kind]
     given = masses / masses if kind == "nan" else masses
-    team = select._team(selector, grid, lists)
-    got, work = kernels.lists(given, grid.forced, grid.ends, grid.last_full, *team)
-    want = select._listed(first_kept(selector, masses, grid), grid.last_full, 2 * team.places)
-    for ours, theirs in zip(got.tensors(), want.tensors(), strict=True):
-        assert torch.equal(ours, theirs)
-    assert torch.equal(work, want.work(2 * lists))
+    assert_first_kept(selector, masses, given, grid)
 
 
 @pytest.mark.parametrize("selector", SELECTORS, ids=repr)
