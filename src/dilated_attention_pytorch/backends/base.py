@@ -48,15 +48,15 @@ class Request:
 
     device: torch.device
     dtype: torch.dtype
-    kind: str | None  # of the layout, after is_causal
-    square: bool  # seq_q == seq_k
-    grouped: bool  # fewer key heads than query heads
     head_dim: int
-    dropout: bool
-    masked: bool
+    kind: str | None = None  # of the layout, after is_causal
+    square: bool = False  # seq_q == seq_k
+    grouped: bool = False  # fewer key heads than query heads
+    dropout: bool = False
+    masked: bool = False
     shaped: bool = False
     named: bool = False  # by the caller, not looked for
-    return_lse: bool
+    return_lse: bool = False
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -314,8 +314,6 @@ def _choose(backend: str, q: Tensor, k: Tensor, extras: Extras) -> ModuleType:
         Request(
             device=q.device,
             dtype=q.dtype,
-            kind=None,
-            square=False,
             grouped=q.shape[2] != k.shape[2],
             head_dim=q.shape[3],
             dropout=extras.dropout_p > 0.0,

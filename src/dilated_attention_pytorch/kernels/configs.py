@@ -66,6 +66,11 @@ SINGLE_PRECISION = {
 FEW_ROWS = Config(32, 32, 1, 4)
 
 
+def padded_dim(head_dim: int) -> int:
+    """What a head is filled up to in a kernel: a power of two, as large as the matrix units ask for."""
+    return max(16, 1 << (head_dim - 1).bit_length())
+
+
 def for_rows(config: Config, rows: int) -> Config:
     """The same for a tile that owns so many rows: a warp for every 16 of them at most."""
     return config._replace(num_warps=min(config.num_warps, rows // 16))

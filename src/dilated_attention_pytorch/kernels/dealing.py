@@ -15,6 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
+from ..layout.lists import HOST
+
 ONE_WAY, THERE_AND_BACK, IN_PAIRS = 0, 1, 2
 
 
@@ -37,11 +39,11 @@ def _order(total: int, num_tiles: int, processors: int) -> int:
         return ONE_WAY
     if num_tiles >= 16 * processors:
         return THERE_AND_BACK
-    tile = torch.arange(min(total, 1 << 16), device="cpu")  # more would tell the same
+    tile = torch.arange(min(total, 1 << 16), device=HOST)  # more would tell the same
     turn, seat, length = tile // processors, tile % processors, num_tiles - tile % num_tiles
     back = torch.where(turn % 2 == 1, processors - 1 - seat, seat)
     for order, who in ((THERE_AND_BACK, back), (ONE_WAY, seat)):
-        busy = torch.zeros(processors, dtype=torch.int64, device="cpu").index_add_(0, who, length)
+        busy = torch.zeros(processors, dtype=torch.int64, device=HOST).index_add_(0, who, length)
         if float(busy.max()) <= 1.1 * float(busy.sum()) / processors:
             return order
     return IN_PAIRS

@@ -7,6 +7,7 @@ to fill a GPU.
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
 import torch
 import triton
@@ -16,6 +17,7 @@ from torch import Tensor
 from ..layout.rows import CacheRows
 from . import binding
 from .common import count_tiles, load_rows, load_work, pairs_allowed, shaped, tile_at
+from .configs import padded_dim
 from .forward import LOG2E, weights_of
 from .launch import num_processors, precision_of
 from .launch import rows as rows_of
@@ -152,13 +154,13 @@ def launch(
 ) -> tuple[Tensor, Tensor]:
     q, k, v = rows_of(q), rows_of(k), rows_of(v)
     batch, new, heads, head_dim = q.shape
-    heads_kv, padded = k.shape[2], max(16, triton.next_power_of_2(head_dim))
+    heads_kv, padded = k.shape[2], padded_dim(head_dim)
     own = 1 if rows.num_lists > heads_kv else _stacked(heads // heads_kv, padded * q.element_size())
     tile = min(64, TILE_BYTES // (padded * q.element_size()))
     natural = q.dtype == torch.float32
     per_unit = 1.0 if natural else math.log2(math.e)
-    programs = batch * new * (heads // own)
-    num_parts = _num_parts(programs, triton.cdiv(rows.most * rows.block, tile), q.device)
+    programs, seats = batch * new * (heads // own), A_PROCESSOR * num_processors(q.device)
+    num_parts = _num_parts(programs, triton.cdiv(rows.most * rows.block, tile), seats)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(batch, heads, new, dtype=torch.float32, device=q.device)
     part_out = torch.empty(batch, new, heads, num_parts, head_dim, dtype=torch.float32, device=q.device)
@@ -196,9 +198,9 @@ def _stacked(group: int, bytes_a_head: int) -> int:
     return max(n for n in range(1, group + 1) if group % n == 0 and triton.next_power_of_2(n) <= room)
 
 
-def _num_parts(programs: int, tiles: int, device: torch.device) -> int:
-    """As few as fill the GPU: rounds of `A_PROCESSOR` programs on each processor, of which the last is nearly full."""
-    seats = A_PROCESSOR * (num_processors(device) if device.type == "cuda" else 4)
+@lru_cache(maxsize=1024)
+def _num_parts(programs: int, tiles: int, seats: int) -> int:
+    """As few as fill the GPU: rounds of so many programs at a time, of which the last is nearly full."""
 
     def filled(parts: int) -> float:
         return min(programs * parts / (triton.cdiv(programs * parts, seats) * seats), 0.95)

@@ -16,7 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ..layout import BlockLayout
 from . import binding
 from .backward import dkv_kernel, dq_kernel, rows_kernel
-from .configs import FEW_ROWS, HOPPER_BACKWARD, HOPPER_FORWARD, Config, Configs, configs, for_rows
+from .configs import FEW_ROWS, HOPPER_BACKWARD, HOPPER_FORWARD, Config, Configs, configs, for_rows, padded_dim
 from .dealing import seats
 from .forward import forward_kernel
 
@@ -50,12 +50,12 @@ class Call:
         self.batch, self.seq_q, self.heads, self.head_dim = q.shape
         self.heads_kv = k.shape[2]
         self.group = self.heads // self.heads_kv
-        self.padded = max(16, 1 << (self.head_dim - 1).bit_length())
+        self.padded = padded_dim(self.head_dim)
         self.tma, self.hopper, self.configs = _device(q.device, self.padded, q.dtype.itemsize)
         lists = layout.num_heads or 1
         self.own_lists = lists > self.heads_kv  # query heads of a key head follow different ones
         nothing = layout.by_query.offsets
-        self.masks = (
+        self.masks = (  # the seed is last: who knows no dropout leaves it out
             layout.rules,
             layout.documents,
             layout.branches,
@@ -296,4 +296,5 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 @lru_cache
 def num_processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    """A few in the interpreter."""
+    return 4 if device.type != "cuda" else torch.cuda.get_device_properties(device).multi_processor_count

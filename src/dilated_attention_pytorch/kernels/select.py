@@ -26,6 +26,7 @@ from ..layout import BlockList
 from ..patterns.blocks import ceil_div
 from .binding import launch
 from .common import load_rows
+from .configs import padded_dim
 from .forward import LOG2E
 from .launch import num_processors, precision_of
 from .launch import rows as rows_of
@@ -376,7 +377,7 @@ def lists_kernel(
 def can_pool(head_dim: int, dtype: torch.dtype, blocks: tuple[int, int], patch: tuple[int, int]) -> bool:
     """Whether `masses` has room for these patches of these blocks."""
     parts = [block // size for block, size in zip(blocks, patch, strict=True) if block % size == 0]
-    return _padded(head_dim) * dtype.itemsize <= ROW_BYTES and len(parts) == 2 and max(parts) <= MOST_PARTS
+    return padded_dim(head_dim) * dtype.itemsize <= ROW_BYTES and len(parts) == 2 and max(parts) <= MOST_PARTS
 
 
 def masses(
@@ -387,7 +388,7 @@ def masses(
     (batch, seq_q, heads, head_dim), (seq_k, heads_kv) = q.shape, k.shape[1:3]
     num_q, num_k = ceil_div(seq_q, blocks[0]), ceil_div(seq_k, blocks[1])
     of_q, of_k = blocks[0] // patch[0], blocks[1] // patch[1]
-    padded = _padded(head_dim)
+    padded = padded_dim(head_dim)
     rows = q.new_empty(batch * heads * num_q * of_q, padded)
     # The last tile may reach beyond the columns of its head, where it sees nothing: into the next one's, or the spare.
     columns = q.new_empty(batch * heads_kv * num_k * of_k + TILE_COLUMNS.value, padded)
@@ -403,7 +404,7 @@ def masses(
     tiles = ceil_div(num_q * of_q, tile)
     programs, scratch = batch * heads * tiles, made
     if of_q > 1:
-        programs = min(programs, WAVES * _processors(q.device), max(1, SCRATCH // (num_k * tile)))
+        programs = min(programs, WAVES * num_processors(q.device), max(1, SCRATCH // (num_k * tile)))
         scratch = torch.empty(programs, num_k, tile, dtype=torch.float32, device=q.device)
     launch(
         pool_kernel, (units_q + units_k,), (q, k, rows, columns),
@@ -478,11 +479,3 @@ def lists(
         TILE=256, num_warps=2,
     )  # fmt: skip
     return BlockList(offsets, splits, indices, offsets.new_empty(0)), work
-
-
-def _padded(head_dim: int) -> int:
-    return max(16, 1 << (head_dim - 1).bit_length())
-
-
-def _processors(device: torch.device) -> int:
-    return num_processors(device) if device.type == "cuda" else 4

@@ -75,9 +75,9 @@ def _rows_of(pattern: Pattern, rows: tuple[tuple[int, int], ...], block: int, de
         table = torch.cat([torch.cat((t, nothing.expand(len(t), width - t.shape[1], 5)), dim=1) for t in rules])
         first = torch.tensor([at[key] for key in rows], device=HOST)
         ends = torch.stack((lists.offsets[:-1], lists.splits, lists.offsets[1:]), dim=1).unflatten(0, (-1, num_lists))
-        heads = torch.tensor(ahead, dtype=torch.int32, device=HOST)[:, None, None].expand(-1, num_lists, 1)
+        shift = torch.tensor(ahead, dtype=torch.int32, device=HOST)[:, None, None].expand(-1, num_lists, 1)
         return CacheRows(
-            work=torch.cat((heads, ends), dim=2)[first].flatten(0, 1).to(device),
+            work=torch.cat((shift, ends), dim=2)[first].flatten(0, 1).to(device),
             indices=lists.indices.to(device),
             rule_ids=lists.rule_ids.to(device),
             rules=table.to(device),

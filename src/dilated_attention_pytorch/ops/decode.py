@@ -174,20 +174,9 @@ def _chosen(backend: str, q: Tensor) -> str:
         raise ValueError(f"backend must be one of {list(BACKENDS)} for decoding, got {backend!r}")
     if backend == "blockwise":
         return backend
-    request = Request(
-        device=q.device,
-        dtype=q.dtype,
-        kind=None,
-        square=False,
-        grouped=False,
-        head_dim=q.shape[3],
-        dropout=False,
-        masked=False,
-        named=backend == "triton",
-        return_lse=True,
-    )
-    ok, reason = triton.can_run(request)
-    if backend == "triton" and not ok:
+    named = backend == "triton"
+    ok, reason = triton.can_run(Request(device=q.device, dtype=q.dtype, head_dim=q.shape[3], named=named))
+    if named and not ok:
         raise ValueError(f"backend 'triton' cannot run this call: {reason}")
     return "triton" if ok else "blockwise"
 

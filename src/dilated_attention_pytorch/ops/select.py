@@ -406,18 +406,7 @@ def _kernels(q: Tensor) -> ModuleType | None:
 
 @lru_cache
 def _has_kernels(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    request = Request(
-        device=device,
-        dtype=dtype,
-        kind=None,
-        square=False,
-        grouped=False,
-        head_dim=head_dim,
-        dropout=False,
-        masked=False,
-        return_lse=False,
-    )
-    return can_run(request)[0]
+    return can_run(Request(device=device, dtype=dtype, head_dim=head_dim))[0]
 
 
 def _patch_of(scorer: Scorer, blocks: tuple[int, int]) -> tuple[int, int] | None:
