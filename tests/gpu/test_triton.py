@@ -222,6 +222,29 @@ def test_no_new_kernel_for_a_new_length_or_layout(block):
     assert compiled() == before
 
 
+@pytest.mark.parametrize(("block", "head_dim"), [(128, 64), (128, 128), (32, 64), (64, 80)])
+def test_a_call_like_one_before_is_done_again_with_its_own_tensors(block, head_dim, monkeypatch):
+    from dilated_attention_pytorch.kernels import binding
+
+    def layout():
+        return BlockLayout.from_pattern(SlidingWindow(200, 30), 1024, block_size=block, device="cuda")
+
+    def results(tensors, layout):
+        leaves = [x.detach().requires_grad_() for x in tensors[:3]]
+        out = block_sparse_attention(*leaves, layout)
+        return out.detach(), *torch.autograd.grad(out, leaves, tensors[3])
+
+    replays, original = [], binding.Replay.__call__
+    monkeypatch.setattr(binding.Replay, "__call__", lambda self, x: (replays.append(self), original(self, x))[1])
+    same = layout()
+    for seed in range(4):
+        torch.manual_seed(seed)
+        tensors = [torch.randn(2, 1024, 4, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
+        for got, want in zip(results(tensors, same), results(tensors, layout()), strict=True):
+            assert torch.equal(got, want)
+    assert len(replays) == 4  # of the third and fourth call, forward and backward
+
+
 def test_no_wait_for_the_device():
     (q, k, v), layout = window_case()
     block_sparse_attention(q.requires_grad_(), k, v, layout).sum().backward()

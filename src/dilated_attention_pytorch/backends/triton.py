@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,9 +14,6 @@ from ..patterns.base import constant_in_graphs
 from .base import Extras, Request
 from .decoding import Cache, capacity_of
 from .dropout import as_table
-
-if TYPE_CHECKING:
-    from ..kernels.launch import Call
 
 name = "triton"
 
@@ -51,7 +47,9 @@ def _major(index: int | None) -> int:
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, extras: Extras) -> tuple[Tensor, Tensor]:
-    return _call(q, k, v, layout, extras).forward()
+    from ..kernels import launch  # loads triton
+
+    return launch.forward(q, k, v, layout, _with_table(extras))
 
 
 def backward(
@@ -65,7 +63,9 @@ def backward(
     layout: BlockLayout,
     extras: Extras,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _call(q, k, v, layout, extras).backward(do, dlse, out, lse)
+    from ..kernels import launch
+
+    return launch.backward(do, dlse, q, k, v, out, lse, layout, _with_table(extras))
 
 
 def decode(q: Tensor, cache: Cache, rows: CacheRows, extras: Extras) -> tuple[Tensor, Tensor]:
@@ -76,9 +76,5 @@ def decode(q: Tensor, cache: Cache, rows: CacheRows, extras: Extras) -> tuple[Te
     return decode.launch(q, *cache, capacity_of(cache.k, cache.page_table), rows, extras.scale, *masks)
 
 
-def _call(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, extras: Extras) -> Call:
-    from ..kernels.launch import Call  # loads triton
-
-    if extras.seed is not None:
-        extras = extras._replace(seed=as_table(extras.seed))
-    return Call(q, k, v, layout, **extras._asdict())
+def _with_table(extras: Extras) -> Extras:
+    return extras if extras.seed is None else extras._replace(seed=as_table(extras.seed))

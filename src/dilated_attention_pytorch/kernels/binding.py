@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 MOST = 4096  # launches remembered; then all are forgotten
 
+
+class Launched(NamedTuple):
+    """A launch that was done: `run(*data, *rest)`."""
+
+    run: Callable[..., None]
+    data: tuple[Any, ...]
+    rest: tuple[Any, ...]
+
+
 _bound: dict[tuple[Any, ...], tuple[Callable[..., None], tuple[Any, ...]]] = {}
 
 
 def launch(
     kernel: Any, grid: tuple[int, ...], data: tuple[Any, ...], numbers: tuple[Any, ...], **constants: Any
-) -> None:
+) -> Launched | None:
     """`kernel[grid](*data, *numbers, **constants)`, with a fraction of the work on the host from the second time on.
 
     A kernel's parameters come in this order. Triton compiles by the type of a pointer and its alignment, by the kind of
@@ -24,28 +33,77 @@ def launch(
 
     Args:
         data: tensors and tensor descriptors, last a tensor, which says on which device.
+
+    Returns:
+        how to do it again; None in Triton's interpreter.
     """
     device = data[-1].device
     if device.type == "cuda" and device.index != torch.cuda.current_device():  # Triton launches on the current one
         with torch.cuda.device(device):
-            launch(kernel, grid, data, numbers, **constants)
-        return
+            return launch(kernel, grid, data, numbers, **constants)
     key = kernel, device, grid, numbers, tuple(constants.values()), tuple(map(_kind, data))
     found = _bound.get(key)
     if found is not None:
         run, rest = found
-        run(*data, *numbers, *rest)
-        return
+        run(*data, *rest)
+        return Launched(run, data, rest)
     compiled = kernel[grid](*data, *numbers, **constants)
     if compiled is None:  # Triton's interpreter
-        return
+        return None
     if len(_bound) >= MOST:
         _bound.clear()
-    rest = tuple(constants[name] for name in kernel.arg_names[len(data) + len(numbers) :])
-    _bound[key] = compiled[(*grid, 1, 1)[:3]], rest
+    rest = *numbers, *(constants[name] for name in kernel.arg_names[len(data) + len(numbers) :])
+    run = compiled[(*grid, 1, 1)[:3]]
+    _bound[key] = run, rest
+    return Launched(run, data, rest)
 
 
 def _kind(x: Any) -> tuple[Any, ...]:
     if isinstance(x, Tensor):
         return x.dtype, x.data_ptr() % 16 == 0
     return x.base.dtype, *x.block_shape
+
+
+class Replay:
+    """Launches of a call that was done, for calls that differ from it in their tensors alone.
+
+    It is called with as many tensors as it was made from, in the same order; each must be like the one whose place it
+    takes, in dtype, shape, strides and alignment.
+    """
+
+    def __init__(self, launches: Iterable[Launched], tensors: Sequence[Tensor], kept: Iterable[Tensor]) -> None:
+        """`kept` are tensors that stay: of data that is neither among `tensors` nor among them nothing can be told."""
+        places, stays = {id(x): place for place, x in enumerate(tensors)}, {id(x) for x in kept}
+        self._launches = []
+        for run, data, rest in launches:
+            slots: list[tuple[int, Any]] = []
+            for x in data:
+                base = x if isinstance(x, Tensor) else x.base
+                if id(base) in places:
+                    fields = None if base is x else (type(x), {**vars(x), "base": None})
+                    slots.append((places[id(base)], fields))
+                elif id(x) in stays:
+                    slots.append((-1, x))
+                else:
+                    raise ValueError(f"a launch has a tensor of its own, {list(base.shape)}: it cannot be done again")
+            self._launches.append((run, slots, rest))
+
+    def __call__(self, tensors: Sequence[Tensor]) -> None:
+        device = tensors[0].device
+        if device.type == "cuda" and device.index != torch.cuda.current_device():
+            with torch.cuda.device(device):
+                self(tensors)
+            return
+        for run, slots, rest in self._launches:
+            data = []
+            for place, x in slots:
+                if place < 0:
+                    data.append(x)
+                elif x is None:
+                    data.append(tensors[place])
+                else:  # a descriptor, checked by Triton when it was made first
+                    kind, fields = x
+                    described = kind.__new__(kind)
+                    vars(described).update(fields, base=tensors[place])
+                    data.append(described)
+            run(*data, *rest)

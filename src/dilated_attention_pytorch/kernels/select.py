@@ -411,7 +411,7 @@ def masses(
         (*q.stride()[:3], *k.stride()[:3],
          heads, heads_kv, seq_q, seq_k, num_q * of_q, num_k * of_k, units_q, scale),
         D=head_dim, PADDED_D=padded, PATCH_Q=patch[0], PATCH_K=patch[1], SPREAD_Q=spread_q, SPREAD_K=spread_k,
-        num_warps=4,
+        num_warps=2,
     )  # fmt: skip
     launch(
         masses_kernel, (programs,), (rows, columns, made, scratch),

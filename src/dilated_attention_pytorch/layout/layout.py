@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 _SORTED_AT_ONCE = 1 << 20
 
 NUM_SIZES = 9  # of `flatten`
+MOST_NOTES = 256
 
 T = TypeVar("T")
 
@@ -71,6 +72,8 @@ class BlockLayout:
     uneven: bool = False
     checked: InitVar[bool] = False
     _made: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
+    # What operators and kernels remember of calls over this layout, as long as it is there: see `note`.
+    notes: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self, checked: bool) -> None:
         if not checked:
@@ -272,6 +275,17 @@ class BlockLayout:
             _ = self.query_work
         if by_key and "key_work" not in self._made:
             _ = self.key_work
+
+    def note(self, key: object, value: object) -> None:
+        if len(self.notes) >= MOST_NOTES:
+            self.notes.clear()
+        self.notes[key] = value
+
+    def tensors(self) -> list[Tensor]:
+        """All that it consists of, and that was made of it so far."""
+        lists = [self.by_query, *(x for x in self._made.values() if isinstance(x, BlockList))]
+        made = [x for x in self._made.values() if isinstance(x, Tensor)]
+        return [*(x for each in lists for x in each.tensors()), self.rules, self.documents, self.branches, *made]
 
     def _remembered(self, name: str, make: Callable[[], T]) -> T:
         """What is made of the lists once; in a graph, part of it."""
@@ -589,7 +603,7 @@ class BlockLayout:
 
     def __getstate__(self) -> dict[str, object]:
         """What can be made again is not stored."""
-        return {**self.__dict__, "_made": {}}
+        return {**self.__dict__, "_made": {}, "notes": {}}
 
     def __repr__(self) -> str:
         lists = f", lists={list(self._list_shape)}" if self._list_shape else ""

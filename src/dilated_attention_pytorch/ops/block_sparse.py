@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import ModuleType
+from types import ModuleType, NoneType
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from ..layout import BlockLayout
 from ..memory import active_source, drawing_from
 from ..patterns import Pattern
 from .checks import refuse_branches
-from .choose import BY_NAME, check_backend, check_call, choose, leave_autocast, request_of
+from .choose import BY_NAME, check_backend, check_call, choose_for, leave_autocast
 from .weights import BlockSparseWeights, attention_weights
 
 
@@ -61,29 +61,48 @@ def block_sparse_attention(
         out like q, or (out, lse). A query that may see no key gives out 0, lse −inf (or its sink) and no gradient.
     """
     q, k, v, autocast_off = leave_autocast(q, k, v)
-    check_backend(backend)
-    refuse_branches(layout_or_pattern)
+    kind = None
+    if type(layout_or_pattern) is BlockLayout and nobody_looks_on(q, k, v):
+        others = key_padding_mask, document_ids, softcap, alibi_slopes, sinks
+        kind = _kind((q, k, v), (is_causal, scale, dropout_p, return_lse, backend), others)
     with autocast_off:
-        layout, extras = check_call(
-            q,
-            k,
-            v,
-            layout_or_pattern,
-            is_causal=is_causal,
-            scale=scale,
-            dropout_p=dropout_p,
-            key_padding_mask=key_padding_mask,
-            document_ids=document_ids,
-            softcap=softcap,
-            alibi_slopes=alibi_slopes,
-            sinks=sinks,
-            return_lse=return_lse,
-        )
-        out, lse = attend(q, k, v, layout, extras, backend, return_lse=return_lse, sinks=sinks)
+        known = None if kind is None else layout_or_pattern.notes.get(kind)  # type: ignore[union-attr]
+        if known is None:
+            check_backend(backend)
+            refuse_branches(layout_or_pattern)
+            layout, extras = check_call(
+                q,
+                k,
+                v,
+                layout_or_pattern,
+                is_causal=is_causal,
+                scale=scale,
+                dropout_p=dropout_p,
+                key_padding_mask=key_padding_mask,
+                document_ids=document_ids,
+                softcap=softcap,
+                alibi_slopes=alibi_slopes,
+                sinks=sinks,
+                return_lse=return_lse,
+            )
+            known = layout, extras, choose_for(q, k, layout, extras, backend, return_lse or sinks is not None)
+            if kind is not None:
+                layout_or_pattern.note(kind, known)  # type: ignore[union-attr]
+        out, lse = run(q, k, v, *known, sinks=sinks)
     if not return_lse:
         return out
     assert lse is not None
     return out, lse
+
+
+def _kind(tensors: Sequence[Tensor], values: tuple[Any, ...], others: tuple[object, ...]) -> tuple[object, ...] | None:
+    """What makes two calls over a layout equal before their checks; None with arguments that must be looked at."""
+    is_causal, scale, dropout_p, return_lse, backend = values
+    usual = type(is_causal) is type(return_lse) is bool and type(backend) is str and type(dropout_p) is float
+    usual = usual and dropout_p == 0.0 and type(scale) in (float, int, NoneType)
+    if not usual or any(x is not None for x in others):
+        return None
+    return *((x.shape, x.dtype, x.device) for x in tensors), *values
 
 
 def attend(
@@ -98,33 +117,48 @@ def attend(
     sinks: Tensor | None = None,
     parts: Sequence[BlockLayout] = (),
 ) -> tuple[Tensor, Tensor | None]:
-    """A checked call, run by the backend that is chosen for it; lse may be None where it was not asked for.
+    """A checked call, run by the backend that is chosen for it; lse may be None where it was not asked for."""
+    chosen = choose_for(q, k, layout, extras, backend, return_lse or sinks is not None)
+    return run(q, k, v, layout, extras, chosen, sinks=sinks, parts=parts)
+
+
+def run(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: BlockLayout,
+    extras: Extras,
+    backend: ModuleType,
+    *,
+    sinks: Tensor | None = None,
+    parts: Sequence[BlockLayout] = (),
+) -> tuple[Tensor, Tensor | None]:
+    """The same by this backend.
 
     Args:
         sinks: as in `block_sparse_attention`.
         parts: layouts that add up to `layout`. The gradient then takes each part's share of a row for a constant.
     """
     if sinks is not None:
-        out, lse = attend(q, k, v, layout, extras, backend, return_lse=True, parts=parts)
+        out, lse = run(q, k, v, layout, extras, backend, parts=parts)
         assert lse is not None
         return with_sinks(out, lse, sinks)
-    chosen = choose(backend, request_of(q, k, layout, extras, return_lse=return_lse, backend=backend))
     if extras.dropout_p > 0.0:
         extras = extras._replace(seed=torch.randint(2**31, (), device=q.device))
-    if hasattr(chosen, "attention"):  # differentiable as it is
+    if hasattr(backend, "attention"):  # differentiable as it is
         if parts:
-            return with_constant_shares([chosen.attention(q, k, v, part, extras) for part in parts])
-        return chosen.attention(q, k, v, layout, extras)
+            return with_constant_shares([backend.attention(q, k, v, part, extras) for part in parts])
+        return backend.attention(q, k, v, layout, extras)
     training = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     _refuse_forward_mode(q, k, v)
     if not nobody_looks_on(q, k, v):
-        return _forward(q, k, v, *_flattened((layout, *parts), chosen, training), *extras, chosen.name)
-    if getattr(chosen, "ordered", False):
+        return _forward(q, k, v, *_flattened((layout, *parts), backend, training), *extras, backend.name)
+    if getattr(backend, "ordered", False):
         for each in (layout, *parts):
             each.order(by_key=training)
     if not training:
-        return chosen.forward(q, k, v, layout, extras)
-    return _Attention.apply(q, k, v, (layout, *parts), extras, chosen)
+        return backend.forward(q, k, v, layout, extras)
+    return _Attention.apply(q, k, v, (layout, *parts), extras, backend)
 
 
 def _flattened(layouts: Sequence[BlockLayout], backend: ModuleType, training: bool) -> tuple[list[Tensor], list[int]]:

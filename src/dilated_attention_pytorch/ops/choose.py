@@ -76,6 +76,10 @@ def choose(backend: str, request: Request) -> ModuleType:
     return BY_NAME[backend]
 
 
+def choose_for(q: Tensor, k: Tensor, layout: BlockLayout, extras: Extras, backend: str, return_lse: bool) -> ModuleType:
+    return choose(backend, request_of(q, k, layout, extras, return_lse=return_lse, backend=backend))
+
+
 def explain(
     q: Tensor,
     k: Tensor,

@@ -1,0 +1,157 @@
+"""Launches that are done again with other tensors: what reaches the kernels is what a first call would have sent."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from dilated_attention_pytorch import BlockLayout, SlidingWindow, block_sparse_attention
+
+pytest.importorskip("triton", reason="needs triton, which there is for Linux alone")
+if torch.cuda.is_available():
+    pytest.skip("needs a machine without a CUDA device: tests/gpu has the same there", allow_module_level=True)
+
+from dilated_attention_pytorch.backends.base import Extras
+from dilated_attention_pytorch.kernels import binding, launch
+
+KERNELS = ("forward_kernel", "rows_kernel", "dq_kernel", "dkv_kernel")
+
+
+class Compiled:
+    """Stands for a kernel and for what Triton compiles of it: keeps what it is launched with."""
+
+    def __init__(self, kernel, sent):
+        self.arg_names, self.sent = kernel.arg_names, sent
+
+    def __getitem__(self, grid):
+        def run(*args, **constants):
+            rest = [constants[name] for name in self.arg_names[len(args) :]]
+            self.sent.append((self, next(iter(grid)), [*args, *rest]))
+            return self
+
+        return run
+
+
+@pytest.fixture
+def sent(monkeypatch):
+    sent = []
+    for name in KERNELS:
+        monkeypatch.setattr(launch, name, Compiled(getattr(launch, name), sent))
+    monkeypatch.setattr(binding, "_bound", {})
+    return sent
+
+
+def inputs(seed, heads_first=False):
+    torch.manual_seed(seed)
+    shape = (2, 4, 256, 32) if heads_first else (2, 256, 4, 32)
+    found = [torch.randn(shape, dtype=torch.float16) for _ in range(4)]
+    return [x.transpose(1, 2) for x in found] if heads_first else found
+
+
+def both_ways(layout, tensors, extras):
+    q, k, v, do = tensors
+    out, lse = launch.forward(q, k, v, layout, extras)
+    return launch.backward(do, torch.ones_like(lse), q, k, v, out, lse, layout, extras)
+
+
+def as_plain(x):
+    if isinstance(x, torch.Tensor):
+        return x.dtype, x.shape, x.stride(), x.storage_offset()
+    if hasattr(x, "base"):
+        return *as_plain(x.base), *(value for name, value in vars(x).items() if name != "base")
+    return x
+
+
+def test_a_call_like_one_before_sends_the_same_with_its_own_tensors(sent, monkeypatch):
+    layout, extras = BlockLayout.from_pattern(SlidingWindow(60, 9), 256, block_size=64), Extras(0.25)
+    calls = [inputs(seed) for seed in range(4)]
+    made = []
+    original = launch.Call.__init__
+    monkeypatch.setattr(launch.Call, "__init__", lambda self, *a, **k: (made.append(self), original(self, *a, **k))[1])
+    for tensors in calls:
+        both_ways(layout, tensors, extras)
+    assert len(made) == 4  # two forwards and two backwards; the other calls were replayed
+    size = len(sent) // len(calls)
+    rounds = [sent[i : i + size] for i in range(0, len(sent), size)]
+    assert size == len(KERNELS)
+    for before, after in pairwise(rounds):
+        for (kernel, grid, mine), (other, other_grid, theirs) in zip(before, after, strict=True):
+            assert kernel is other
+            assert grid == other_grid
+            assert [as_plain(x) for x in mine] == [as_plain(x) for x in theirs]
+    owned = {id(x) for x in layout.tensors()}
+    for tensors, launches in zip(calls, rounds, strict=True):
+        bases = [
+            x if isinstance(x, torch.Tensor) else getattr(x, "base", None) for _, _, data in launches for x in data
+        ]
+        bases = [x for x in bases if x is not None and id(x) not in owned]
+        for given in tensors:
+            assert any(x is given for x in bases)
+        for strangers in calls:
+            assert strangers is tensors or not any(x is y for x in bases for y in strangers)
+
+
+@pytest.mark.parametrize("change", ["scale", "strides", "alignment", "padding", "copies"])
+def test_another_kind_of_call_is_not_replayed(sent, monkeypatch, change):
+    layout, extras = BlockLayout.from_pattern(SlidingWindow(60, 9), 256, block_size=64), Extras(0.25)
+    for seed in range(3):
+        both_ways(layout, inputs(seed), extras)
+    tensors = inputs(7)
+    if change == "scale":
+        extras = Extras(0.5)
+    if change == "strides":
+        tensors = inputs(7, heads_first=True)
+    if change == "alignment":
+        tensors = [torch.randn(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape) for x in tensors]
+    if change == "padding":
+        extras = Extras(0.25, key_padding_mask=torch.zeros(2, 256, dtype=torch.bool))
+    if change == "copies":
+        tensors = [x.transpose(1, 3).contiguous().transpose(1, 3) for x in tensors]
+    monkeypatch.setattr(binding.Replay, "__call__", lambda self, tensors: pytest.fail("a call was replayed"))
+    for _ in range(3 if change in ("padding", "copies") else 1):
+        both_ways(layout, tensors, extras)
+
+
+def test_a_tensor_of_nobody_is_refused():
+    x = torch.ones(3)
+    with pytest.raises(ValueError, match="cannot be done again"):
+        binding.Replay([binding.Launched(print, (x, torch.ones(4)), ())], [x], [])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"is_causal": 1}, "is_causal"),
+        ({"scale": [1.0]}, "scale"),
+        ({"scale": True}, "scale"),
+        ({"dropout_p": False}, "dropout_p"),
+        ({"return_lse": 0}, "return_lse"),
+        ({"backend": ["auto"]}, "backend"),
+        ({"softcap": -1.0}, "softcap"),
+        ({"key_padding_mask": torch.zeros(3, 3)}, "key_padding_mask"),
+    ],
+)
+def test_a_call_that_was_checked_before_excuses_no_other(arguments, message):
+    layout = BlockLayout.from_pattern(SlidingWindow(60, 9), 256, block_size=64)
+    q, k, v, _ = inputs(0)
+    for _ in range(2):
+        block_sparse_attention(q, k, v, layout, scale=1.0)
+        block_sparse_attention(q, k, v, layout, is_causal=True)
+    with pytest.raises((TypeError, ValueError), match=message):
+        block_sparse_attention(q, k, v, layout, **arguments)
+    for wrong in ((q, k, v[:, :5]), (q.float(), k, v), (q[:, :, :3], k, v), (q, "k", v)):
+        with pytest.raises((TypeError, ValueError)):
+            block_sparse_attention(*wrong, layout)
+
+
+def test_notes_are_few_and_go_with_the_layout():
+    import copy
+    import pickle
+
+    layout = BlockLayout.from_pattern(SlidingWindow(60, 9), 256, block_size=64)
+    q, k, v, _ = inputs(0)
+    for scale in range(1, 600):
+        block_sparse_attention(q[:, :, :1], k[:, :, :1], v[:, :, :1], layout, scale=scale, backend="reference")
+    assert 0 < len(layout.notes) <= 256
+    for other in (copy.deepcopy(layout), pickle.loads(pickle.dumps(layout))):
+        assert other.notes == {}
