@@ -157,7 +157,7 @@ class PersistentPatternCache:
             seen: dict[tuple[torch.device, int], int] = {}
             for copies in self._entries.values():
                 for layout in copies.values():
-                    seen |= {(t.device, t.untyped_storage().data_ptr()): t.nbytes for t in _tensors(layout)}
+                    seen |= {(t.device, t.untyped_storage().data_ptr()): t.nbytes for t in layout.tensors()}
         return sum(seen.values())
 
     def __len__(self) -> int:
@@ -268,17 +268,6 @@ def load_layout(path: str | os.PathLike[str]) -> BlockLayout:
 
 class _UnreadableError(Exception):
     """Why a file is not the layout that its name says."""
-
-
-def _tensors(layout: BlockLayout) -> list[Tensor]:
-    """All that a layout holds, also what was made of it later."""
-    found = layout.flatten()[0]
-    for made in layout._made.values():
-        if isinstance(made, BlockLayout):
-            found += _tensors(made)
-        else:
-            found += made.tensors() if isinstance(made, BlockList) else [made]
-    return found
 
 
 def _written(layout: BlockLayout, key: Key) -> bytes:

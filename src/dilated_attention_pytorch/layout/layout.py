@@ -282,10 +282,11 @@ class BlockLayout:
         self.notes[key] = value
 
     def tensors(self) -> list[Tensor]:
-        """All that it consists of, and that was made of it so far."""
-        lists = [self.by_query, *(x for x in self._made.values() if isinstance(x, BlockList))]
-        made = [x for x in self._made.values() if isinstance(x, Tensor)]
-        return [*(x for each in lists for x in each.tensors()), self.rules, self.documents, self.branches, *made]
+        """All that it holds, also what was made of it later."""
+        found = self.flatten()[0]
+        for made in self._made.values():
+            found += made.tensors() if isinstance(made, BlockList | BlockLayout) else [made]
+        return found
 
     def _remembered(self, name: str, make: Callable[[], T]) -> T:
         """What is made of the lists once; in a graph, part of it."""
