@@ -25,14 +25,12 @@ from threading import RLock
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..patterns import Branches, Pattern
 from ..patterns.base import check_int
 from .branches import layout_of_branches
 from .checks import check_layout
 from .layout import BlockLayout
-from .lists import BlockList
 
 CAPACITY = 100
 
