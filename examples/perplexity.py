@@ -51,6 +51,7 @@ SPREADS: dict[str, Callable[[float], Any]] = {
 }
 EXTRA_SCORERS = {"patches 2x4": MeanPooled(2, 4), "patches 2x2": MeanPooled(2, 2), "sampled 4": SampledRows(4)}
 DENSITIES = [0.05, 0.125, 0.25, 0.5]
+DRAWN = ["exact", "gate", "patches 2x2", "patches", "antidiagonal", "mean", "sink + local"]
 
 
 def rules() -> Iterator[dict[str, Any]]:
@@ -211,18 +212,18 @@ def plot(result: dict[str, Any], path: Path) -> None:
         curves: dict[str, list[tuple[float, float]]] = {}
         for row in result["rows"]:
             drawn = row["spread"] == "–" or (row["spread"] == "even" and row["block"] == [16, 16])
-            if (row["tokens"], row["text"]) == (tokens, text) and row["rule"] != "dense" and drawn:
+            if (row["tokens"], row["text"]) == (tokens, text) and row["rule"] in DRAWN and drawn:
                 curves.setdefault(row["rule"], []).append((row["density"], row["ratio"]))
         for name, points in curves.items():
-            if len(points) > 1:
-                axis.plot(*zip(*sorted(points), strict=True), marker="o", markersize=3, label=name)
+            color = f"C{DRAWN.index(name)}"
+            axis.plot(*zip(*sorted(points), strict=True), marker="o", markersize=3, label=name, color=color)
         axis.axhline(1.0, color="grey", linewidth=0.8)
-        axis.set(xscale="log", xlabel="share of the causal blocks", title=f"{text}, {tokens} tokens", ylim=(0.98, 1.5))
+        axis.set(xscale="log", xlabel="share of the causal blocks", title=f"{text}, {tokens} tokens", ylim=(0.98, 1.35))
         axis.set_xticks(DENSITIES, [f"{density:.1%}" for density in DENSITIES])
         axis.minorticks_off()
     for axis in axes[:, 0]:
         axis.set_ylabel("perplexity ÷ dense perplexity")
-    axes[0, -1].legend(fontsize=8)
+    axes[0, -1].legend(fontsize=8, loc="upper right")
     figure.savefig(path, dpi=150)
 
 

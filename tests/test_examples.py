@@ -65,7 +65,7 @@ RECORD = ROOT / "benchmarks" / "results" / "perplexity.json"
 
 def test_the_docs_show_the_record():
     study, record = load("perplexity"), json.loads(RECORD.read_text())
-    assert study.table(record, 2048) in (ROOT / "docs" / "adaptive.md").read_text()
+    assert study.table(record) in (ROOT / "docs" / "adaptive.md").read_text()
     dense = {(r["text"], r["tokens"]): r["perplexity"] for r in record["rows"] if r["rule"] == "dense"}
     for row in record["rows"]:
         assert row["ratio"] == pytest.approx(row["perplexity"] / dense[row["text"], row["tokens"]])

@@ -14,7 +14,6 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..backends.base import Extras
 from ..layout import BlockLayout
 from . import binding
 from .backward import dkv_kernel, dq_kernel, rows_kernel
@@ -31,6 +30,7 @@ else:
     HAVE_GLUON = not INTERPRETED
 
 
+Extras = tuple[Any, ...]  # the arguments of `Call` behind the layout
 Grads = tuple[Tensor, Tensor, Tensor]
 # lse and delta of every row, in units of the kernels and up to whole blocks: both together, then each.
 Rows = tuple[Tensor, Tensor, Tensor]
@@ -44,7 +44,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, extras: Extras
         out, lse = _results(q)
         known((q, k, v, out, lse))
         return out, lse
-    call = Call(q, k, v, layout, **extras._asdict())
+    call = Call(q, k, v, layout, *extras)
     out, lse = call.forward()
     _note(key, call, (q, k, v, out, lse))
     return out, lse
@@ -69,7 +69,7 @@ def backward(
         grads, of_rows = _gradients(q, k, v, layout)
         known((*given, *of_rows, *grads))
         return grads
-    call = Call(q, k, v, layout, **extras._asdict())
+    call = Call(q, k, v, layout, *extras)
     grads, of_rows = call.backward(do, dlse, out, lse)
     _note(key, call, (*given, *of_rows, *grads))
     return grads
