@@ -61,16 +61,6 @@ def test_lower_precision(pattern, dtype):
     assert_exact(make_case(pattern, 7, dtype), "blockwise")
 
 
-def test_layouts_are_the_same_on_both_devices():
-    for pattern in PATTERNS:
-        here, there = (BlockLayout.from_pattern(pattern, 267, block_size=16, device=d) for d in ("cpu", "cuda"))
-        for a, b in ((here, there), (here.causal, there.causal)):
-            for x, y in zip(
-                (*a.flatten()[0], *a.by_key.tensors()), (*b.flatten()[0], *b.by_key.tensors()), strict=True
-            ):
-                assert torch.equal(x, y.cpu())
-
-
 def test_dropout_draws_alike_on_both_devices():
     from dilated_attention_pytorch.backends.dropout import keep_mask
 
