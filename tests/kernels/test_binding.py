@@ -1,5 +1,7 @@
 """Launches that are done again with other tensors: what reaches the kernels is what a first call would have sent."""
 
+import gc
+import weakref
 from itertools import pairwise
 
 import pytest
@@ -112,10 +114,47 @@ def test_another_kind_of_call_is_not_replayed(sent, monkeypatch, change):
         both_ways(layout, tensors, extras)
 
 
-def test_a_tensor_of_nobody_is_refused():
-    x = torch.ones(3)
-    with pytest.raises(ValueError, match="cannot be done again"):
-        binding.Replay([binding.Launched(print, (x, torch.ones(4)), ())], [x], [])
+def test_what_cannot_be_told_apart_is_not_remembered():
+    x, y, kept = torch.ones(3), torch.ones(3), torch.ones(4)
+
+    def replay(data, tensors):
+        return binding.Replay.of([binding.Launched(print, data, ())], tensors, [kept])
+
+    assert replay((x, y, kept), (x, y)) is not None
+    assert replay((x, y, torch.ones(4)), (x, y)) is None  # whose is the last?
+    assert replay((x, x, kept), (x, x)) is None  # which is which?
+
+
+@pytest.mark.parametrize("same", ["q, k and v", "k and v"])
+def test_calls_with_one_tensor_in_several_places_excuse_no_other(sent, same):
+    layout, extras = BlockLayout.from_pattern(SlidingWindow(60, 9), 256, block_size=64), Extras(0.25)
+    for seed in range(3):
+        q, k, _, do = inputs(seed)
+        both_ways(layout, (k if same == "q, k and v" else q, k, k, do), extras)
+    q, k, v, do = inputs(7)
+    for _ in range(3):
+        del sent[:]
+        both_ways(layout, (q, k, v, do), extras)
+        _, _, data = sent[0]
+        bases = [x if isinstance(x, torch.Tensor) else x.base for x in data[:3]]
+        assert [x is y for x, y in zip(bases, (q, k, v), strict=True)] == [True] * 3
+
+
+def test_a_layout_goes_without_the_garbage_collector(sent):
+    layout = BlockLayout.from_pattern(SlidingWindow(60, 9), 256, block_size=64)
+    alive = weakref.ref(layout)
+    gc.disable()
+    try:
+        for seed in range(3):
+            q, k, v, do = inputs(seed)
+            both_ways(layout, (q, k, v, do), Extras(0.25))
+            for is_causal in (False, True):
+                block_sparse_attention(q, k, v, layout, is_causal=is_causal, backend="reference")
+        assert len(layout.notes) == 4
+        del layout
+        assert alive() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize(

@@ -71,10 +71,19 @@ class Replay:
     takes, in dtype, shape, strides and alignment.
     """
 
-    def __init__(self, launches: Iterable[Launched], tensors: Sequence[Tensor], kept: Iterable[Tensor]) -> None:
-        """`kept` are tensors that stay: of data that is neither among `tensors` nor among them nothing can be told."""
+    def __init__(self, launches: list[tuple[Callable[..., None], list[tuple[int, Any]], tuple[Any, ...]]]) -> None:
+        """For each launch what to run; of its data the place of a tensor, with the rest of a descriptor of it, or −1
+        and what stays; and what comes behind the data."""
+        self._launches = launches
+
+    @classmethod
+    def of(cls, launches: Iterable[Launched], tensors: Sequence[Tensor], kept: Iterable[Tensor]) -> Replay | None:
+        """None where it cannot be told what is whose: a tensor in two places, or one that is neither among `tensors`
+        nor among those that stay, `kept`."""
         places, stays = {id(x): place for place, x in enumerate(tensors)}, {id(x) for x in kept}
-        self._launches = []
+        if len(places) < len(tensors):
+            return None
+        found = []
         for run, data, rest in launches:
             slots: list[tuple[int, Any]] = []
             for x in data:
@@ -85,8 +94,9 @@ class Replay:
                 elif id(x) in stays:
                     slots.append((-1, x))
                 else:
-                    raise ValueError(f"a launch has a tensor of its own, {list(base.shape)}: it cannot be done again")
-            self._launches.append((run, slots, rest))
+                    return None
+            found.append((run, slots, rest))
+        return cls(found)
 
     def __call__(self, tensors: Sequence[Tensor]) -> None:
         device = tensors[0].device

@@ -92,7 +92,7 @@ def _note(key: tuple[Any, ...] | None, call: Call, tensors: tuple[Tensor, ...]) 
     if key not in layout.notes:
         layout.note(key, None)
     elif not (call.q.is_cuda and torch.cuda.is_current_stream_capturing()):  # lists that a capture makes are its own
-        layout.note(key, binding.Replay(launches, tensors, layout.tensors()))
+        layout.note(key, binding.Replay.of(launches, tensors, layout.tensors()))
 
 
 class Call:

@@ -72,7 +72,8 @@ class BlockLayout:
     uneven: bool = False
     checked: InitVar[bool] = False
     _made: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
-    # What operators and kernels remember of calls over this layout, as long as it is there: see `note`.
+    # What operators and kernels remember of calls over this layout, as long as it is there: never the layout itself,
+    # which would not go before the garbage collector comes.
     notes: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self, checked: bool) -> None:
@@ -284,7 +285,7 @@ class BlockLayout:
     def tensors(self) -> list[Tensor]:
         """All that it holds, also what was made of it later."""
         found = self.flatten()[0]
-        for made in self._made.values():
+        for made in list(self._made.values()):  # another thread may add to it
             found += made.tensors() if isinstance(made, BlockList | BlockLayout) else [made]
         return found
 
@@ -300,7 +301,7 @@ class BlockLayout:
             # Like the lists themselves: their length must not become part of a graph.
             for tensor in made.tensors() if isinstance(made, BlockList) else ():
                 tensor._dynamo_weak_dynamic_indices = {0}  # type: ignore[attr-defined]
-            self._made[name] = made
+            return self._made.setdefault(name, made)  # another thread may have been first
         return self._made[name]
 
     def _make_by_key(self) -> BlockList:
@@ -605,6 +606,9 @@ class BlockLayout:
     def __getstate__(self) -> dict[str, object]:
         """What can be made again is not stored."""
         return {**self.__dict__, "_made": {}, "notes": {}}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        self.__dict__.update({"notes": {}, **state})  # a file of an older version knows nothing of notes
 
     def __repr__(self) -> str:
         lists = f", lists={list(self._list_shape)}" if self._list_shape else ""

@@ -85,10 +85,13 @@ def block_sparse_attention(
                 sinks=sinks,
                 return_lse=return_lse,
             )
-            known = layout, extras, choose_for(q, k, layout, extras, backend, return_lse or sinks is not None)
+            chosen = choose_for(q, k, layout, extras, backend, return_lse or sinks is not None)
             if kind is not None:
-                layout_or_pattern.note(kind, known)  # type: ignore[union-attr]
-        out, lse = run(q, k, v, *known, sinks=sinks)
+                layout_or_pattern.note(kind, (extras, chosen))  # type: ignore[union-attr]
+        else:
+            extras, chosen = known
+            layout = layout_or_pattern.causal if is_causal else layout_or_pattern  # type: ignore[assignment, union-attr]
+        out, lse = run(q, k, v, layout, extras, chosen, sinks=sinks)
     if not return_lse:
         return out
     assert lse is not None
