@@ -194,3 +194,6 @@ def test_notes_are_few_and_go_with_the_layout():
     assert 0 < len(layout.notes) <= 256
     for other in (copy.deepcopy(layout), pickle.loads(pickle.dumps(layout))):
         assert other.notes == {}
+    older = BlockLayout.__new__(BlockLayout)
+    older.__setstate__({name: value for name, value in layout.__getstate__().items() if name != "notes"})
+    assert torch.equal(block_sparse_attention(q, k, v, older), block_sparse_attention(q, k, v, layout))
