@@ -197,3 +197,15 @@ def test_notes_are_few_and_go_with_the_layout():
     older = BlockLayout.__new__(BlockLayout)
     older.__setstate__({name: value for name, value in layout.__getstate__().items() if name != "notes"})
     assert torch.equal(block_sparse_attention(q, k, v, older), block_sparse_attention(q, k, v, layout))
+
+
+def test_what_another_thread_made_first_stays():
+    """Kernels may hold it already."""
+    layout = BlockLayout.from_pattern(SlidingWindow(60, 9), 256, block_size=64)
+    theirs, mine = torch.ones(2), torch.ones(2)
+
+    def make():
+        layout._made["work of two"] = theirs
+        return mine
+
+    assert layout._remembered("work of two", make) is theirs
