@@ -58,6 +58,13 @@ def launch(
     return Launched(run, data, rest)
 
 
+def described_again(kind: Any, fields: dict[str, Any], x: Tensor) -> Any:
+    """A descriptor of x with the fields of one that Triton has checked, which was of a tensor like it."""
+    described = kind.__new__(kind)
+    vars(described).update(fields, base=x)
+    return described
+
+
 def _kind(x: Any) -> tuple[Any, ...]:
     if isinstance(x, Tensor):
         return x.dtype, x.data_ptr() % 16 == 0
@@ -111,9 +118,6 @@ class Replay:
                     data.append(x)
                 elif x is None:
                     data.append(tensors[place])
-                else:  # a descriptor, checked by Triton when it was made first
-                    kind, fields = x
-                    described = kind.__new__(kind)
-                    vars(described).update(fields, base=tensors[place])
-                    data.append(described)
+                else:
+                    data.append(described_again(*x, tensors[place]))
             run(*data, *rest)

@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from .binding import MOST
+from .binding import MOST, described_again
 from .common import counted, key_bounds, list_of, load_work, log_times, pairs_allowed
 from .dealing import tile_dealt, turns_of
 from .forward import VARYING
@@ -74,9 +74,7 @@ def _described(x: Tensor, shape: Sequence[int], strides: Sequence[int], block: S
         if len(_known) >= MOST:
             _known.clear()
         fields = _known[key] = {**vars(made), "base": None}
-    described = TensorDescriptor.__new__(TensorDescriptor)
-    vars(described).update(fields, base=x)
-    return described
+    return described_again(TensorDescriptor, fields, x)
 
 
 @gluon.jit
