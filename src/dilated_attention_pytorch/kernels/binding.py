@@ -119,5 +119,6 @@ class Replay:
                 elif x is None:
                     data.append(tensors[place])
                 else:
-                    data.append(described_again(*x, tensors[place]))
+                    kind, fields = x
+                    data.append(described_again(kind, fields, tensors[place]))
             run(*data, *rest)
