@@ -3,6 +3,7 @@
 import gc
 import weakref
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -40,6 +41,7 @@ def sent(monkeypatch):
     for name in KERNELS:
         monkeypatch.setattr(launch, name, Compiled(getattr(launch, name), sent))
     monkeypatch.setattr(binding, "_bound", {})
+    monkeypatch.setattr(binding.Direct, "of", lambda compiled, grid: None)
     return sent
 
 
@@ -118,7 +120,7 @@ def test_what_cannot_be_told_apart_is_not_remembered():
     x, y, kept = torch.ones(3), torch.ones(3), torch.ones(4)
 
     def replay(data, tensors):
-        return binding.Replay.of([binding.Launched(print, data, ())], tensors, [kept])
+        return binding.Replay.of([binding.Launched(binding.Bound(print, (), None), data)], tensors, [kept])
 
     assert replay((x, y, kept), (x, y)) is not None
     assert replay((x, y, torch.ones(4)), (x, y)) is None  # whose is the last?
@@ -209,3 +211,101 @@ def test_what_another_thread_made_first_stays():
         return mine
 
     assert layout._remembered("work of two", make) is theirs
+
+
+class LikeTriton36(Compiled):
+    """With the launcher that Triton 3.6 has: in C, behind a function that encodes descriptors."""
+
+    function, packed_metadata = 123, (4, 1, 0)
+
+    def in_c(self, *args):
+        self.sent.append(args)
+
+    @property
+    def run(self):
+        def wrap(launcher, tensordesc_meta):
+            def inner(*args):
+                pytest.fail(f"{launcher} was to be called without {inner}, which encodes {tensordesc_meta}")
+
+            return inner
+
+        described = [{"number": i} for i in range(2)]
+        return SimpleNamespace(
+            launch=self.in_c
+            if self.arg_names[0] == "out"
+            else wrap(self.in_c, described),  # `rows_kernel` has no descriptors
+            global_scratch_size=0,
+            profile_scratch_size=0,
+            launch_cooperative_grid=False,
+            launch_pdl=False,
+        )
+
+
+@pytest.fixture
+def sent_directly(monkeypatch):
+    sent = []
+    for name in KERNELS:
+        monkeypatch.setattr(launch, name, LikeTriton36(getattr(launch, name), sent))
+    monkeypatch.setattr(binding, "_bound", {})
+    monkeypatch.setattr(binding, "_stream", lambda device: "stream")
+    monkeypatch.setattr(binding.driver, "_BASE_ARGS_FORMAT", "iiiKKppOOOOOO", raising=False)
+    encoded = lambda x, meta: [("encoded", x.base.data_ptr(), meta["number"]), *x.shape, *x.strides]  # noqa: E731
+    monkeypatch.setattr(binding.driver, "make_tensordesc_arg", encoded)
+    return sent
+
+
+def test_direct_launches_send_what_triton_would(sent_directly, monkeypatch):
+    layout, extras, sent = (
+        BlockLayout.from_pattern(SlidingWindow(60, 9), 256, block_size=64),
+        Extras(0.25),
+        sent_directly,
+    )
+    results, gradients, made = launch._results, launch._gradients, []
+
+    def kept(results):
+        made.extend(results)
+        return results
+
+    monkeypatch.setattr(launch, "_results", lambda q: kept(results(q)))
+    monkeypatch.setattr(launch, "_gradients", lambda *args: (lambda g, r: (kept(g), kept(r)))(*gradients(*args)))
+    rounds = []
+    for seed in range(4):
+        tensors = inputs(seed)
+        del sent[:], made[:]
+        both_ways(layout, tensors, extras)
+        rounds.append(([*sent], [x.data_ptr() for x in (*tensors, *made)]))
+    by_triton, _ = rounds[0]  # the first call compiles
+    one_by_one, addresses = rounds[1]
+    assert len(by_triton) == len(one_by_one) == len(KERNELS)
+    for args, (_, programs, arguments) in zip(one_by_one, by_triton, strict=True):
+        grid, stream, *head = args[0:3], args[3], *args[4:13]
+        assert (grid, stream) == ((programs, 1, 1), "stream")
+        assert head == [123, False, False, None, None, (4, 1, 0), None, None, None]
+        expected = []
+        for x in arguments:
+            if isinstance(x, torch.Tensor):
+                expected.append(None)
+            else:
+                expected += [None, *x.shape, *x.strides] if hasattr(x, "base") else [x]
+        assert len(args[13:]) == len(expected)
+        for got, want in zip(args[13:], expected, strict=True):
+            if want is None:
+                assert type(got) is int or got[0] == "encoded"
+            else:
+                assert got == want
+    for replayed, others in rounds[2:]:
+        now = dict(zip(addresses, others, strict=True))
+
+        def moved(x, now=now):
+            return ("encoded", now[x[1]], x[2]) if type(x) is tuple and x[0] == "encoded" else now.get(x, x)
+
+        assert replayed == [tuple(map(moved, args)) for args in one_by_one]
+
+
+def test_who_listens_to_launches_hears_of_them(sent_directly, monkeypatch):
+    """Triton tells a profiler of launches that go through its own Python."""
+    layout, extras = BlockLayout.from_pattern(SlidingWindow(60, 9), 256, block_size=64), Extras(0.25)
+    monkeypatch.setattr(binding, "_somebody_listens", lambda: True)
+    for seed in range(4):
+        both_ways(layout, inputs(seed), extras)
+    assert all(isinstance(args[0], LikeTriton36) for args in sent_directly)

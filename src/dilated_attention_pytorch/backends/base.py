@@ -1,8 +1,8 @@
 """What every backend is given.
 
 A backend is a module with a `name`, `can_run(request) → (ok, reason)` and either `attention` (differentiable as it is)
-or `forward` and `backward`. One that says `ordered = True` gets layouts with `query_work` and, where gradients will
-be asked for, `by_key` and `key_work` at hand. Tensors are (batch, seq, heads, head_dim), lse is (batch, heads, seq_q).
+or `forward`, `backward` and `ordered`: whether layouts come with `query_work` and, where gradients will be asked for,
+`by_key` and `key_work` at hand. Tensors are (batch, seq, heads, head_dim), lse is (batch, heads, seq_q).
 """
 
 from __future__ import annotations

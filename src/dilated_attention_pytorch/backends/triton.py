@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from functools import cache
 from importlib.util import find_spec
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -47,9 +49,7 @@ def _major(index: int | None) -> int:
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, extras: Extras) -> tuple[Tensor, Tensor]:
-    from ..kernels import launch  # loads triton
-
-    return launch.forward(q, k, v, layout, _with_table(extras))
+    return _launch().forward(q, k, v, layout, _with_table(extras))
 
 
 def backward(
@@ -63,9 +63,7 @@ def backward(
     layout: BlockLayout,
     extras: Extras,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    from ..kernels import launch
-
-    return launch.backward(do, dlse, q, k, v, out, lse, layout, _with_table(extras))
+    return _launch().backward(do, dlse, q, k, v, out, lse, layout, _with_table(extras))
 
 
 def decode(q: Tensor, cache: Cache, rows: CacheRows, extras: Extras) -> tuple[Tensor, Tensor]:
@@ -74,6 +72,13 @@ def decode(q: Tensor, cache: Cache, rows: CacheRows, extras: Extras) -> tuple[Te
 
     masks = extras.key_padding_mask, extras.softcap, extras.slopes
     return decode.launch(q, *cache, capacity_of(cache.k, cache.page_table), rows, extras.scale, *masks)
+
+
+@cache
+def _launch() -> ModuleType:
+    from ..kernels import launch  # loads triton
+
+    return launch
 
 
 def _with_table(extras: Extras) -> Extras:

@@ -2,24 +2,89 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Sequence
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
+import triton
 from torch import Tensor
+from triton.backends.nvidia import driver
 
 MOST = 4096  # launches remembered; then all are forgotten
+MOST_ADDRESSES = 64  # of one tensor of a call, whose descriptions are remembered
+# How Triton 3.6 calls its launcher in C: the grid, the stream, the function, ...; the kernel's arguments behind that.
+_KNOWN_LAUNCHER = "iiiKKppOOOOOO"
+_STREAM, _ARGUMENTS = 3, len(_KNOWN_LAUNCHER)
+
+
+class Direct(NamedTuple):
+    """Triton's launcher in C, without the Python before it, which takes longer than everything else in a call.
+
+    Attributes:
+        run: the launcher.
+        head: what it is given before a kernel's arguments; the stream is to be filled in.
+        metas: how each descriptor among these is encoded.
+    """
+
+    run: Callable[..., None]
+    head: tuple[Any, ...]
+    metas: Sequence[Any]
+
+    @classmethod
+    def of(cls, compiled: Any, grid: tuple[int, ...]) -> Direct | None:
+        """None where this Triton launches in another way, or needs memory for it."""
+        if getattr(driver, "_BASE_ARGS_FORMAT", None) != _KNOWN_LAUNCHER:
+            return None
+        launcher = compiled.run
+        if launcher.global_scratch_size or launcher.profile_scratch_size:
+            return None
+        run, metas = launcher.launch, ()
+        if isinstance(run, FunctionType):  # it encodes descriptors and goes on
+            wrapped = inspect.getclosurevars(run).nonlocals
+            run, metas = wrapped["launcher"], wrapped["tensordesc_meta"]
+            if None in metas:  # not for the copy engine
+                return None
+        options = launcher.launch_cooperative_grid, launcher.launch_pdl
+        head = *grid, None, compiled.function, *options, None, None, compiled.packed_metadata, None, None, None
+        return cls(run, head, metas)
+
+    def arguments(self, data: Iterable[Any], rest: Iterable[Any]) -> list[Any]:
+        """Of a launch, without the stream. Addresses are ints, which the launcher does not ask the device about."""
+        found, metas = [*self.head], iter(self.metas)
+        for x in data:
+            if isinstance(x, Tensor):
+                found.append(x.data_ptr())
+            else:
+                found += driver.make_tensordesc_arg(x, next(metas))
+        return [*found, *rest]
+
+
+class Bound(NamedTuple):
+    """A kernel that was compiled, with all that a launch needs but its data."""
+
+    run: Callable[..., None]  # with the data and the rest
+    rest: tuple[Any, ...]
+    direct: Direct | None
+
+    def __call__(self, data: Sequence[Any]) -> None:
+        if self.direct is None or _somebody_listens():
+            self.run(*data, *self.rest)
+        else:
+            arguments = self.direct.arguments(data, self.rest)
+            arguments[_STREAM] = _stream(data[-1].device)
+            self.direct.run(*arguments)
 
 
 class Launched(NamedTuple):
-    """A launch that was done: `run(*data, *rest)`."""
+    """A launch that was done."""
 
-    run: Callable[..., None]
+    bound: Bound
     data: tuple[Any, ...]
-    rest: tuple[Any, ...]
 
 
-_bound: dict[tuple[Any, ...], tuple[Callable[..., None], tuple[Any, ...]]] = {}
+_bound: dict[tuple[Any, ...], Bound] = {}
 
 
 def launch(
@@ -44,31 +109,75 @@ def launch(
     key = kernel, device, grid, numbers, tuple(constants.values()), tuple(map(_kind, data))
     found = _bound.get(key)
     if found is not None:
-        run, rest = found
-        run(*data, *rest)
-        return Launched(run, data, rest)
+        found(data)
+        return Launched(found, data)
     compiled = kernel[grid](*data, *numbers, **constants)
     if compiled is None:  # Triton's interpreter
         return None
     if len(_bound) >= MOST:
         _bound.clear()
     rest = *numbers, *(constants[name] for name in kernel.arg_names[len(data) + len(numbers) :])
-    run = compiled[(*grid, 1, 1)[:3]]
-    _bound[key] = run, rest
-    return Launched(run, data, rest)
-
-
-def described_again(kind: Any, fields: dict[str, Any], x: Tensor) -> Any:
-    """A descriptor of x with the fields of one that Triton has checked, which was of a tensor like it."""
-    described = kind.__new__(kind)
-    vars(described).update(fields, base=x)
-    return described
+    whole_grid = (*grid, 1, 1)[:3]
+    _bound[key] = found = Bound(compiled[whole_grid], rest, Direct.of(compiled, whole_grid))
+    return Launched(found, data)
 
 
 def _kind(x: Any) -> tuple[Any, ...]:
     if isinstance(x, Tensor):
         return x.dtype, x.data_ptr() % 16 == 0
     return x.base.dtype, *x.block_shape
+
+
+def _somebody_listens() -> bool:
+    """A profiler, to whom Triton tells every launch."""
+    runtime = triton.knobs.runtime
+    return bool(runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls)
+
+
+def _stream(device: torch.device) -> int:
+    return torch._C._cuda_getCurrentRawStream(device.index)
+
+
+class Address(NamedTuple):
+    """Stands for a tensor where nothing else of it matters."""
+
+    at: int
+
+    def data_ptr(self) -> int:
+        return self.at
+
+
+def described_again(kind: Any, fields: dict[str, Any], x: Any) -> Any:
+    """A descriptor of x with the fields of one that Triton has checked, which was of a tensor like it."""
+    described = kind.__new__(kind)
+    vars(described).update(fields, base=x)
+    return described
+
+
+class Descriptions(dict[int, Any]):
+    """Of tensors that differ in their address alone: what Triton encodes of a descriptor, by address."""
+
+    def __init__(self, described: Any, meta: Any) -> None:
+        self._kind, self._fields, self._meta = type(described), {**vars(described), "base": None}, meta
+
+    def again(self, x: Any) -> Any:
+        return described_again(self._kind, self._fields, x)
+
+    def __missing__(self, address: int) -> Any:
+        if len(self) >= MOST_ADDRESSES:
+            self.clear()
+        encoded, *_ = driver.make_tensordesc_arg(self.again(Address(address)), self._meta)
+        self[address] = encoded
+        return encoded
+
+
+class Slot(NamedTuple):
+    """A tensor of a call among the arguments of a launch."""
+
+    tensor: int  # its place in the call,
+    data: int  # in the data of the launch,
+    argument: int  # and in what its launcher in C is given
+    descriptions: Descriptions | None  # where not itself but a descriptor of it is wanted
 
 
 class Replay:
@@ -78,10 +187,14 @@ class Replay:
     takes, in dtype, shape, strides and alignment.
     """
 
-    def __init__(self, launches: list[tuple[Callable[..., None], list[tuple[int, Any]], tuple[Any, ...]]]) -> None:
-        """For each launch what to run; of its data the place of a tensor, with the rest of a descriptor of it, or −1
-        and what stays; and what comes behind the data."""
-        self._launches = launches
+    def __init__(
+        self,
+        launches: list[tuple[Bound, list[Any], list[Slot]]],
+        direct: list[tuple[Direct, list[Any], list[Slot]]] | None,
+    ) -> None:
+        """For each launch the kernel, its data without the tensors of the call, and where these belong; and the same
+        with the arguments of a direct launch, if all of them can be that."""
+        self._launches, self._direct = launches, direct
 
     @classmethod
     def of(cls, launches: Iterable[Launched], tensors: Sequence[Tensor], kept: Iterable[Tensor]) -> Replay | None:
@@ -90,35 +203,49 @@ class Replay:
         places, stays = {id(x): place for place, x in enumerate(tensors)}, {id(x) for x in kept}
         if len(places) < len(tensors):
             return None
-        found = []
-        for run, data, rest in launches:
-            slots: list[tuple[int, Any]] = []
-            for x in data:
+        plain, direct = [], []
+        for bound, data in launches:
+            slots, argument = list[Slot](), _ARGUMENTS
+            metas = iter(bound.direct.metas if bound.direct else ())
+            for i, x in enumerate(data):
                 base = x if isinstance(x, Tensor) else x.base
+                descriptions = None if base is x else Descriptions(x, next(metas, None))
                 if id(base) in places:
-                    fields = None if base is x else (type(x), {**vars(x), "base": None})
-                    slots.append((places[id(base)], fields))
-                elif id(x) in stays:
-                    slots.append((-1, x))
-                else:
+                    slots.append(Slot(places[id(base)], i, argument, descriptions))
+                elif id(x) not in stays:
                     return None
-            found.append((run, slots, rest))
-        return cls(found)
+                argument += 1 if base is x else 1 + 2 * len(x.shape)  # with its shape and strides
+            plain.append((bound, _without(data, [slot.data for slot in slots]), slots))
+            if bound.direct is not None:
+                arguments = bound.direct.arguments(data, bound.rest)
+                direct.append((bound.direct, _without(arguments, [slot.argument for slot in slots]), slots))
+        return cls(plain, direct if len(direct) == len(plain) else None)
 
     def __call__(self, tensors: Sequence[Tensor]) -> None:
         device = tensors[0].device
         if device.type == "cuda" and device.index != torch.cuda.current_device():
             with torch.cuda.device(device):
                 self(tensors)
-            return
-        for run, slots, rest in self._launches:
-            data = []
-            for place, x in slots:
-                if place < 0:
-                    data.append(x)
-                elif x is None:
-                    data.append(tensors[place])
-                else:
-                    kind, fields = x
-                    data.append(described_again(kind, fields, tensors[place]))
-            run(*data, *rest)
+        elif self._direct is not None and not _somebody_listens():
+            stream, addresses = _stream(device), [x.data_ptr() for x in tensors]
+            for direct, arguments, slots in self._direct:
+                arguments = arguments.copy()
+                arguments[_STREAM] = stream
+                for tensor, _, argument, descriptions in slots:
+                    address = addresses[tensor]
+                    arguments[argument] = address if descriptions is None else descriptions[address]
+                direct.run(*arguments)
+        else:
+            for bound, data, slots in self._launches:
+                data = data.copy()
+                for tensor, i, _, descriptions in slots:
+                    x = tensors[tensor]
+                    data[i] = x if descriptions is None else descriptions.again(x)
+                bound.run(*data, *bound.rest)
+
+
+def _without(values: Iterable[Any], places: Iterable[int]) -> list[Any]:
+    found = [*values]
+    for place in places:
+        found[place] = None
+    return found

@@ -319,12 +319,12 @@ class Call:
 
 def _results(q: Tensor) -> tuple[Tensor, Tensor]:
     batch, seq_q, heads, _ = q.shape
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
     return out, torch.empty(batch, heads, seq_q, dtype=torch.float32, device=q.device)
 
 
 def _gradients(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout) -> tuple[Grads, Rows]:
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     padded_q = layout.num_q_blocks * layout.block_q
     of_rows = torch.empty(2, q.shape[0], q.shape[2], padded_q, dtype=torch.float32, device=q.device)
     lse, delta = of_rows.unbind()

@@ -13,7 +13,7 @@ from ..backends.base import Extras, compute_dtype
 from ..layout import BlockLayout
 from ..memory import active_source, drawing_from
 from ..patterns import Pattern
-from .checks import refuse_branches
+from .checks import check_qkv, refuse_branches, resolve_layout
 from .choose import BY_NAME, check_backend, check_call, choose_for, leave_autocast
 from .weights import BlockSparseWeights, attention_weights
 
@@ -61,20 +61,24 @@ def block_sparse_attention(
         out like q, or (out, lse). A query that may see no key gives out 0, lse −inf (or its sink) and no gradient.
     """
     q, k, v, autocast_off = leave_autocast(q, k, v)
-    kind = None
-    if type(layout_or_pattern) is BlockLayout and nobody_looks_on(q, k, v):
+    kind, layout = None, layout_or_pattern
+    if isinstance(layout, BlockLayout | Pattern) and nobody_looks_on(q, k, v):
         others = key_padding_mask, document_ids, softcap, alibi_slopes, sinks
         kind = _kind((q, k, v), (is_causal, scale, dropout_p, return_lse, backend), others)
     with autocast_off:
-        known = None if kind is None else layout_or_pattern.notes.get(kind)  # type: ignore[union-attr]
+        if kind is not None and isinstance(layout, Pattern):
+            check_backend(backend)
+            check_qkv(q, k, v)
+            layout, is_causal = resolve_layout(q, k, layout, is_causal), False
+        known = None if kind is None else layout.notes.get(kind)  # type: ignore[union-attr]
         if known is None:
             check_backend(backend)
-            refuse_branches(layout_or_pattern)
-            layout, extras = check_call(
+            refuse_branches(layout)
+            whole, extras = check_call(
                 q,
                 k,
                 v,
-                layout_or_pattern,
+                layout,
                 is_causal=is_causal,
                 scale=scale,
                 dropout_p=dropout_p,
@@ -85,13 +89,17 @@ def block_sparse_attention(
                 sinks=sinks,
                 return_lse=return_lse,
             )
-            chosen = choose_for(q, k, layout, extras, backend, return_lse or sinks is not None)
+            chosen = choose_for(q, k, whole, extras, backend, return_lse or sinks is not None)
             if kind is not None:
-                layout_or_pattern.note(kind, (extras, chosen))  # type: ignore[union-attr]
+                layout.note(kind, (extras, chosen, hasattr(chosen, "attention")))  # type: ignore[union-attr]
+            out, lse = run(q, k, v, whole, extras, chosen, sinks=sinks)
         else:
-            extras, chosen = known
-            layout = layout_or_pattern.causal if is_causal else layout_or_pattern  # type: ignore[assignment, union-attr]
-        out, lse = run(q, k, v, layout, extras, chosen, sinks=sinks)
+            extras, chosen, differentiable = known
+            whole = layout.causal if is_causal else layout  # type: ignore[assignment, union-attr]
+            if differentiable:
+                out, lse = chosen.attention(q, k, v, whole, extras)
+            else:
+                out, lse = _run_eagerly(q, k, v, (whole,), extras, chosen)
     if not return_lse:
         return out
     assert lse is not None
@@ -152,21 +160,34 @@ def run(
         if parts:
             return with_constant_shares([backend.attention(q, k, v, part, extras) for part in parts])
         return backend.attention(q, k, v, layout, extras)
-    training = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    if nobody_looks_on(q, k, v):
+        return _run_eagerly(q, k, v, (layout, *parts), extras, backend)
     _refuse_forward_mode(q, k, v)
-    if not nobody_looks_on(q, k, v):
-        return _forward(q, k, v, *_flattened((layout, *parts), backend, training), *extras, backend.name)
-    if getattr(backend, "ordered", False):
-        for each in (layout, *parts):
+    layouts = _flattened((layout, *parts), backend, _training(q, k, v))
+    return _forward(q, k, v, *layouts, *extras, backend.name)
+
+
+def _run_eagerly(
+    q: Tensor, k: Tensor, v: Tensor, layouts: Sequence[BlockLayout], extras: Extras, backend: ModuleType
+) -> tuple[Tensor, Tensor]:
+    """The same where nobody looks on, by a backend with a backward of its own; the parts stand behind the whole."""
+    _refuse_forward_mode(q, k, v)
+    training = _training(q, k, v)
+    if backend.ordered:
+        for each in layouts:
             each.order(by_key=training)
     if not training:
-        return backend.forward(q, k, v, layout, extras)
-    return _Attention.apply(q, k, v, (layout, *parts), extras, backend)
+        return backend.forward(q, k, v, layouts[0], extras)
+    return _Attention.apply(q, k, v, layouts, extras, backend)
+
+
+def _training(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    return torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
 
 
 def _flattened(layouts: Sequence[BlockLayout], backend: ModuleType, training: bool) -> tuple[list[Tensor], list[int]]:
     """Layouts, one behind the other, with the order of work that the backend walks them in."""
-    ordered = getattr(backend, "ordered", False)
+    ordered = backend.ordered
     tensors: list[Tensor] = []
     sizes: list[int] = []
     for layout in layouts:
