@@ -29,7 +29,7 @@ def assert_first_kept(selector, masses, given, grid):
 
     batch, lists = masses.shape[:2]
     team = select._team(selector, grid, lists)
-    got, work = kernels.lists(given, grid.forced, grid.ends, grid.last_full, *team)
+    got, work = kernels.lists(given, *team)
     want = select._listed(first_kept(selector, masses, grid), grid.last_full, batch * team.places)
     for ours, theirs in zip(got.tensors(), want.tensors(), strict=True):
         assert torch.equal(ours, theirs)

@@ -66,6 +66,7 @@ from .ops import (
     kept_mass,
     merge_attention,
     select_blocks,
+    split_budget,
 )
 from .patterns import (
     Blocks,
@@ -160,5 +161,6 @@ __all__ = [
     "select_blocks",
     "set_pattern_cache",
     "shard_sequence",
+    "split_budget",
     "unshard_sequence",
 ]

@@ -176,7 +176,7 @@ def test_lists_by_kernels(selector, kind):
         ((1, 1), (16, 16), 1), ((700, 900), (64, 16), 4), ((9000, 9000), (16, 16), 3), ((65536, 65536), (128, 128), 16),
     ]:  # fmt: skip
         for is_causal in (False, True):
-            grid = select._grid(lengths, blocks, is_causal, 1, 1, torch.device("cuda", 0))
+            grid = select.grid_of(lengths, blocks, is_causal, 1, 1, torch.device("cuda", 0))
             masses = torch.rand(2, lists, *grid.visible.shape, device="cuda")
             masses = (masses * 3).round() if kind == "tied" else masses if kind == "different" else masses * 0
             given = masses / masses if kind == "nan" else masses

@@ -158,9 +158,9 @@ def launches_of_selection(capability, *, head_dim, dtype, blocks, patch):
     with recorded(capability) as launches:
         masses = select.masses(q, k, blocks, patch, is_causal=True, scale=1.0)
         if patch == blocks:
-            forced, ints = torch.empty(masses.shape[2:], dtype=torch.bool), torch.empty(8, dtype=torch.int32)
+            forced, ints = torch.empty(masses.shape[2:], dtype=torch.uint8), torch.empty(8, dtype=torch.int32)
             for team in ("row", "heads", "sample"):
-                select.lists(masses, forced, ints, ints.long(), team, ints, 99)
+                select.lists(masses, forced, ints, ints.long(), team, ints, 99, {})
     return launches
 
 

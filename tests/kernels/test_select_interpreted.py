@@ -106,7 +106,7 @@ def test_strided_inputs():
 def test_lists(sizes, blocks, selector, is_causal, lists, kind, seed):
     """Given the masses, exactly the lists that the operators make; where masses tie, of the first blocks."""
     torch.manual_seed(seed)
-    grid = select._grid(sizes, blocks, is_causal, 1, 1, torch.device("cpu"))
+    grid = select.grid_of(sizes, blocks, is_causal, 1, 1, torch.device("cpu"))
     masses = torch.rand(2, lists, *grid.visible.shape)
     masses = {"different": masses, "tied": (masses * 3).round(), "nothing": masses * 0, "nan": masses * 0}[kind]
     given = masses / masses if kind == "nan" else masses

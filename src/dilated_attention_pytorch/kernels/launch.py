@@ -80,8 +80,7 @@ def _alike(extras: Extras, *tensors: Tensor) -> tuple[Any, ...] | None:
     scale, key_padding_mask, document_ids, _, seed, softcap, slopes = extras
     if not (key_padding_mask is None and document_ids is None and seed is None and slopes is None):
         return None
-    kinds = [(x.dtype, x.shape, x.stride(), x.data_ptr() % 16 == 0) for x in tensors]
-    return scale, softcap, precision_of(tensors[0].dtype), *kinds
+    return scale, softcap, precision_of(tensors[0].dtype), *map(binding.like, tensors)
 
 
 def _note(key: tuple[Any, ...] | None, call: Call, tensors: tuple[Tensor, ...]) -> None:

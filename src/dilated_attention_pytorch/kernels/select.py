@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ..layout import BlockList
 from ..patterns.blocks import ceil_div
-from .binding import launch
+from .binding import Launched, launch, like, repeat
 from .common import load_rows
 from .configs import padded_dim
 from .forward import LOG2E
@@ -43,6 +43,7 @@ GROUP = 8  # rows that it takes together where the budget is a sample's
 BINS = tl.constexpr(256)
 DIGITS = tl.constexpr(4)
 FORCED = tl.constexpr(0x7FFFFFFF)
+_noted: dict[Any, Any] = {}  # calls of `masses`
 
 
 @triton.jit
@@ -406,76 +407,94 @@ def masses(
     if of_q > 1:
         programs = min(programs, WAVES * num_processors(q.device), max(1, SCRATCH // (num_k * tile)))
         scratch = torch.empty(programs, num_k, tile, dtype=torch.float32, device=q.device)
-    launch(
-        pool_kernel, (units_q + units_k,), (q, k, rows, columns),
-        (*q.stride()[:3], *k.stride()[:3],
-         heads, heads_kv, seq_q, seq_k, num_q * of_q, num_k * of_k, units_q, scale),
-        D=head_dim, PADDED_D=padded, PATCH_Q=patch[0], PATCH_K=patch[1], SPREAD_Q=spread_q, SPREAD_K=spread_k,
-        num_warps=2,
-    )  # fmt: skip
-    launch(
-        masses_kernel, (programs,), (rows, columns, made, scratch),
-        (batch * heads, heads // heads_kv, seq_q, seq_k, num_q, num_k, tiles),
-        PADDED_D=padded, PATCH_Q=patch[0], PATCH_K=patch[1], ROWS=of_q, COLUMNS=of_k,
-        TILE_ROWS=tile, TILE_BLOCKS=32, CAUSAL=is_causal, PRECISION=precision_of(q.dtype), **effort,
-    )  # fmt: skip
+
+    def do() -> list[Launched | None]:
+        pooled = launch(
+            pool_kernel, (units_q + units_k,), (q, k, rows, columns),
+            (*q.stride()[:3], *k.stride()[:3],
+             heads, heads_kv, seq_q, seq_k, num_q * of_q, num_k * of_k, units_q, scale),
+            D=head_dim, PADDED_D=padded, PATCH_Q=patch[0], PATCH_K=patch[1], SPREAD_Q=spread_q, SPREAD_K=spread_k,
+            num_warps=2,
+        )  # fmt: skip
+        walked = launch(
+            masses_kernel, (programs,), (rows, columns, made, scratch),
+            (batch * heads, heads // heads_kv, seq_q, seq_k, num_q, num_k, tiles),
+            PADDED_D=padded, PATCH_Q=patch[0], PATCH_K=patch[1], ROWS=of_q, COLUMNS=of_k,
+            TILE_ROWS=tile, TILE_BLOCKS=32, CAUSAL=is_causal, PRECISION=precision, **effort,
+        )  # fmt: skip
+        return [pooled, walked]
+
+    precision = precision_of(q.dtype)
+    key = q.device, like(q), like(k), blocks, patch, is_causal, scale, precision
+    repeat(_noted, key, (q, k, rows, columns, made, scratch)[: 6 if of_q > 1 else 5], (), do)
     return made
 
 
 def lists(
-    masses: Tensor, forced: Tensor, ends: Tensor, last_full: Tensor, team: str, limits: Tensor | None, places: int
+    masses: Tensor,
+    forced: Tensor,
+    ends: Tensor,
+    last_full: Tensor,
+    team: str,
+    limits: Tensor | None,
+    places: int,
+    notes: dict[Any, Any],
 ) -> tuple[BlockList, Tensor]:
     """The heaviest blocks of each team as lists, and `BlockList.work` of them.
 
     Args:
         masses: float32 [batch, lists, query blocks, key blocks].
-        forced: bool [query blocks, key blocks]: kept before all others.
+        forced: uint8 [query blocks, key blocks], 1 for a block that is kept before all others.
         ends, last_full: [query blocks]: how many blocks a row sees, and the last of them that is full.
         team: "row", "heads" for the heads of a row together, or "sample" for all heads and rows.
         limits: int32 [query blocks], how many a team keeps; None for "sample".
         places: how many all teams of a sample keep.
+        notes: what is remembered of calls that differ in the masses alone.
     """
     batch, num_heads, num_q, num_k = masses.shape
     num_rows = batch * num_heads * num_q
-    masses, forced = masses.contiguous(), forced.view(torch.uint8)
+    masses, shared = masses.contiguous(), team == "sample"
+    rows_a_sample = num_heads * num_q
 
     def ints(*shape: int) -> Tensor:
         return torch.empty(*shape, dtype=torch.int32, device=masses.device)
 
     found, offsets, splits, indices = ints(3, num_rows), ints(num_rows + 1), ints(num_rows), ints(batch * places)
     work, counts = ints(num_rows, 4), offsets
-    sizes: dict[str, Any] = {"GROUP": GROUP, "TILE": WEIGHTS // GROUP}
-    rows_a_sample = num_heads * num_q
-    if team == "sample":
+    tensors = [masses, found, offsets, splits, indices, work]
+    if shared:
         counts = torch.zeros(DIGITS.value, batch, BINS.value, dtype=torch.int32, device=masses.device)
-        grid = (ceil_div(rows_a_sample, GROUP), batch)
-        for digit in range(DIGITS.value):
-            launch(
-                digits_kernel, grid, (masses, forced, ends, counts), (places, rows_a_sample, num_q, num_k),
-                DIGIT=digit, **sizes, num_warps=4,
-            )  # fmt: skip
-        launch(
-            counts_kernel, grid, (masses, forced, ends, counts, found),
-            (places, num_rows, rows_a_sample, num_q, num_k),
-            **sizes, num_warps=4,
-        )  # fmt: skip
-    else:
+        tensors.append(counts)
+
+    def of_samples() -> list[Launched | None]:
+        data, grid = (masses, forced, ends, counts), (ceil_div(rows_a_sample, GROUP), batch)
+        sizes: dict[str, Any] = {"GROUP": GROUP, "TILE": WEIGHTS // GROUP, "num_warps": 4}
+        numbers = rows_a_sample, num_q, num_k
+        digits = range(DIGITS.value)
+        counted = [launch(digits_kernel, grid, data, (places, *numbers), DIGIT=digit, **sizes) for digit in digits]
+        return [*counted, launch(counts_kernel, grid, (*data, found), (places, num_rows, *numbers), **sizes)]
+
+    def of_rows() -> list[Launched | None]:
         together = num_heads if team == "heads" else 1
         of_team = triton.next_power_of_2(together)
-        launch(
-            teams_kernel, (num_rows // together,), (masses, forced, ends, limits, found),
-            (num_rows, together, num_q, num_k),
-            HEADS=of_team, TILE=max(32, min(512, WEIGHTS // of_team)), num_warps=4,
+        sizes = {"HEADS": of_team, "TILE": max(32, min(512, WEIGHTS // of_team)), "num_warps": 4}
+        data, numbers = (masses, forced, ends, limits, found), (num_rows, together, num_q, num_k)
+        return [launch(teams_kernel, (num_rows // together,), data, numbers, **sizes)]
+
+    def do() -> list[Launched | None]:
+        chosen = of_samples() if shared else of_rows()
+        placed = launch(
+            offsets_kernel, (1,), (found, counts, offsets),
+            (places, num_rows, rows_a_sample if shared else num_rows, batch if shared else 1),
+            SHARED=shared, TILE=4096, num_warps=16,
         )  # fmt: skip
-    shared = team == "sample"
-    launch(
-        offsets_kernel, (1,), (found, counts, offsets),
-        (places, num_rows, rows_a_sample if shared else num_rows, batch if shared else 1),
-        SHARED=shared, TILE=4096, num_warps=16,
-    )  # fmt: skip
-    launch(
-        lists_kernel, (num_rows,),
-        (masses, forced, ends, last_full, found, offsets, splits, indices, work), (num_rows, num_q, num_k),
-        TILE=256, num_warps=2,
-    )  # fmt: skip
+        listed = launch(
+            lists_kernel, (num_rows,),
+            (masses, forced, ends, last_full, found, offsets, splits, indices, work), (num_rows, num_q, num_k),
+            TILE=256, num_warps=2,
+        )  # fmt: skip
+        return [*chosen, placed, listed]
+
+    kept = [forced, ends, last_full, *([] if limits is None else [limits])]
+    repeat(notes, (masses.shape, masses.data_ptr() % 16 == 0), tensors, kept, do)
     return BlockList(offsets, splits, indices, offsets.new_empty(0)), work

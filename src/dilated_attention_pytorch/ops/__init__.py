@@ -1,6 +1,7 @@
 """The public functions: checks, the choice of a backend, and the operators."""
 
 from .block_sparse import attention_with_weights, block_sparse_attention
+from .budget import split_budget
 from .choose import Explanation, explain
 from .decode import decode_attention
 from .dilated import dilated_attention
@@ -31,4 +32,5 @@ __all__ = [
     "kept_mass",
     "merge_attention",
     "select_blocks",
+    "split_budget",
 ]

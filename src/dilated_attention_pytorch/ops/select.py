@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import MappingProxyType, ModuleType
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -249,7 +249,7 @@ def _on_device(counts: tuple[int, ...], device: torch.device) -> Tensor:
 
 @lru_cache(maxsize=64)
 @torch.inference_mode(False)  # remembered for training too, whatever mode the first call was made in
-def _grid(
+def grid_of(
     lengths: tuple[int, int], blocks: tuple[int, int], is_causal: bool, sink: int, local: int, device: torch.device
 ) -> Grid:
     """Made on the host, once for these lengths: its counts are ints, and a device need not be waited for."""
@@ -361,7 +361,7 @@ def select_blocks(
         masses = estimated_masses(q, k, scorer, blocks, is_causal=is_causal, scale=scale, hidden=key_padding_mask)
     if per_kv_head:
         masses = masses.unflatten(1, (k.shape[2], -1)).mean(2)
-    grid = _grid(lengths, blocks, is_causal, sink, local, q.device)
+    grid = grid_of(lengths, blocks, is_causal, sink, local, q.device)
     if masked:
         grid = _masked(grid, lengths, blocks, key_padding_mask, document_ids)
         masses = masses.masked_fill(~grid.visible, 0.0)
@@ -369,10 +369,11 @@ def select_blocks(
     made = {}
     if kernels and (type(selector) is TopK or type(selector) is SharedBudget):
         team = _team(selector, grid, masses.shape[1])
-        by_query, made["query_work"] = kernels.lists(masses, grid.forced, grid.ends, grid.last_full, *team)
+        by_query, made["query_work"] = kernels.lists(masses, *team)
     else:
         keep = selector.keep(masses, grid) & grid.visible
         by_query = _listed(keep, grid.last_full, q.shape[0] * _places(selector, grid, masses.shape[1]))
+    rules, documents, branches = _rules(is_causal, q.device)
     layout = BlockLayout(
         seq_q=lengths[0],
         seq_k=lengths[1],
@@ -381,9 +382,9 @@ def select_blocks(
         by_query=by_query,
         num_heads=masses.shape[1],
         batch_size=q.shape[0],
-        rules=_rules(is_causal, q.device),
-        documents=q.new_empty(2, 0, dtype=torch.int32),
-        branches=q.new_empty(0, 0, 3, dtype=torch.int32),
+        rules=rules,
+        documents=documents,
+        branches=branches,
         checked=True,
     )
     layout._made.update(made)
@@ -415,11 +416,15 @@ def _patch_of(scorer: Scorer, blocks: tuple[int, int]) -> tuple[int, int] | None
 
 
 class _Team(NamedTuple):
-    """Who shares a budget, as `kernels.select.lists` wants to know it."""
+    """Who shares a budget, and all else that `kernels.select.lists` wants to know."""
 
+    forced: Tensor
+    ends: Tensor
+    last_full: Tensor
     name: str
     limits: Tensor | None
     places: int
+    notes: dict[Any, Any]
 
 
 @lru_cache(maxsize=64)
@@ -427,10 +432,11 @@ class _Team(NamedTuple):
 def _team(selector: TopK | SharedBudget, grid: Grid, lists: int) -> _Team:
     """Of a grid without masks, which is remembered itself."""
     places = _places(selector, grid, lists)
-    if isinstance(selector, SharedBudget):
-        return _Team("sample", None, places)
-    limits = torch.tensor(selector.counts(grid, lists), dtype=torch.int32, device=grid.ends.device)
-    return _Team("heads" if selector.across_heads else "row", limits, places)
+    name, limits = "sample", None
+    if isinstance(selector, TopK):
+        name = "heads" if selector.across_heads else "row"
+        limits = torch.tensor(selector.counts(grid, lists), dtype=torch.int32, device=grid.ends.device)
+    return _Team(grid.forced.view(torch.uint8), grid.ends, grid.last_full, name, limits, places, {})
 
 
 def _listed(keep: Tensor, last_full: Tensor, places: int) -> BlockList:
@@ -449,8 +455,10 @@ def _listed(keep: Tensor, last_full: Tensor, places: int) -> BlockList:
 
 @lru_cache(maxsize=64)
 @torch.inference_mode(False)  # remembered for training too, whatever mode the first call was made in
-def _rules(is_causal: bool, device: torch.device) -> Tensor:
-    return torch.tensor([[Interval(right=0) if is_causal else EVERYTHING]], dtype=torch.int32, device=device)
+def _rules(is_causal: bool, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Of a layout; its documents, none; its branches, none."""
+    rule = torch.tensor([[Interval(right=0) if is_causal else EVERYTHING]], dtype=torch.int32, device=device)
+    return rule, rule.new_empty(2, 0), rule.new_empty(0, 0, 3)
 
 
 def scorer_of(scorer: str | Scorer) -> Scorer:
