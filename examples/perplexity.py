@@ -49,7 +49,9 @@ SPREADS: dict[str, Callable[[float], Any]] = {
     "shared": SharedBudget,
     "even": lambda share: TopK(share, even=True, across_heads=True),
 }
-EXTRA_SCORERS = {"patches 2x4": MeanPooled(2, 4), "patches 2x2": MeanPooled(2, 2), "sampled 4": SampledRows(4)}
+SPREADS["layers"] = SPREADS["even"]  # with a share for each layer, on average the same (`split_budget`)
+EXTRA_SCORERS = {f"patches {q}x{k}": MeanPooled(q, k) for q, k in ((2, 4), (2, 2), (1, 4), (1, 2))}
+EXTRA_SCORERS["sampled 4"] = SampledRows(4)
 DENSITIES = [0.05, 0.125, 0.25, 0.5]
 DRAWN = ["exact", "gate", "patches 2x2", "patches", "antidiagonal", "mean", "sink + local"]
 
@@ -64,6 +66,7 @@ def rules() -> Iterator[dict[str, Any]]:
         *product(["antidiagonal", "mean"], ["same"], [(64, 64)], [0.25]),
         *product(["sink + local"], ["–"], [(64, 64)], [0.25, 0.125]),
         *product(["gate"], ["even"], [(16, 16), (64, 16)], [0.25, 0.125]),
+        *product(["gate", "exact", "patches 1x2", "patches 2x2", "patches"], ["layers"], [(16, 16)], [0.25, 0.125]),
         *product(learned, ["shared"], [(16, 16)], [0.25]),
         *product([*EXTRA_SCORERS, "moments", "minmax", "sampled"], ["even"], [(16, 16)], [0.25, 0.125]),
         *product(learned, ["even"], [(16, 16)], [0.05, 0.5]),
@@ -89,9 +92,12 @@ def pattern_of(name: str, density: float, tokens: int) -> Any:
     return hierarchical([(1, max(near, 0)), (round(2 / density), tokens)], block_size=64, causal=True) & Causal()
 
 
-def attention_by(row: dict[str, Any], tokens: int, gates: list[BlockGate] | None, shares: list[float]) -> Any:
+def attention_by(row: dict[str, Any], tokens: int, learned: dict[str, Any] | None, shares: list[float]) -> Any:
     """The attention of a row; `shares` gets the share of causal pairs that every layer keeps."""
     scorers = SCORERS | EXTRA_SCORERS
+
+    def share_of(layer: int) -> float:
+        return learned["budgets"][row["density"]][layer] if row["spread"] == "layers" and learned else row["density"]
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         if row["rule"] == "dense":
@@ -102,8 +108,8 @@ def attention_by(row: dict[str, Any], tokens: int, gates: list[BlockGate] | None
             allowed = select_blocks(
                 q,
                 k,
-                scorer=gates[layer] if row["rule"] == "gate" and gates else scorers[row["rule"]],
-                selector=SPREADS[row["spread"]](row["density"]),
+                scorer=learned["gates"][layer] if row["rule"] == "gate" and learned else scorers[row["rule"]],
+                selector=SPREADS[row["spread"]](share_of(layer)),
                 block_size=row["block"],
                 is_causal=True,
                 scale=scale,
@@ -122,7 +128,7 @@ def attention_by(row: dict[str, Any], tokens: int, gates: list[BlockGate] | None
 
 
 def load_gates(path: Path, device: str) -> dict[str, Any]:
-    """What `examples/distill_gate.py` saved: tensors and plain values, a gate for every layer."""
+    """What `examples/distill_gate.py` saved: a gate for every layer, and how a budget is split among them."""
     saved = torch.load(path, weights_only=True, map_location=device)
     queries, keys = saved["about"]["patch"]
     gates = []
@@ -137,7 +143,7 @@ def load_gates(path: Path, device: str) -> dict[str, Any]:
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     model, tokenizer = models.load_model(args.model)
     model.to(args.device)
-    gates = load_gates(args.gate, args.device) if args.gate else None
+    learned = load_gates(args.gate, args.device) if args.gate else None
     result = json.loads(args.out.read_text()) if args.out.exists() else {"rows": []}
     result |= {
         "command": " ".join(
@@ -154,10 +160,11 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "device": torch.cuda.get_device_name() if args.device.startswith("cuda") else cpu_model(),
         "model": Path(args.model).name if args.model else "SmolLM2-135M-Instruct (Q4_1 file, dequantised to float32)",
     }
-    if gates is not None:
-        result["gate"] = gates["about"]
+    if learned is not None:
+        result["gate"] = learned["about"] | {"budgets": learned["budgets"]}
     dense = {"rule": "dense", "spread": "–", "block": (0, 0), "density": 1.0}
-    wanted = [dense, *(row for row in rules() if args.only in (None, row["rule"]) and (row["rule"] != "gate" or gates))]
+    wanted = [row for row in rules() if args.only in (None, row["rule"], row["spread"])]
+    wanted = [dense, *(row for row in wanted if learned or (row["rule"] != "gate" and row["spread"] != "layers"))]
     for tokens, row, text in product(args.tokens, wanted, args.texts):
         entry: dict[str, Any] = {"text": text.name, "tokens": tokens, **row, "block": list(row["block"])}
         if any(all(old[key] == entry[key] for key in entry) for old in result["rows"]):
@@ -165,7 +172,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         ids = models.token_ids(tokenizer, text, tokens).to(args.device)
         shares: list[float] = []
         started = time.perf_counter()
-        with models.attention_of(model, attention_by(row, tokens, gates and gates["gates"], shares)):
+        with models.attention_of(model, attention_by(row, tokens, learned, shares)):
             entry["perplexity"] = models.perplexity(model, ids)
         base = next(
             (r for r in result["rows"] if r["rule"] == "dense" and r["text"] == text.name and r["tokens"] == tokens),

@@ -270,10 +270,12 @@ def test_direct_launches_send_what_triton_would(sent_directly, monkeypatch):
     monkeypatch.setattr(launch, "_gradients", lambda *args: (lambda g, r: (kept(g), kept(r)))(*gradients(*args)))
     rounds = []
     for seed in range(4):
-        tensors = inputs(seed)
+        q, k, v, do = inputs(seed)
         del sent[:], made[:]
-        both_ways(layout, tensors, extras)
-        rounds.append(([*sent], [x.data_ptr() for x in (*tensors, *made)]))
+        out, lse = launch.forward(q, k, v, layout, extras)
+        dlse = torch.ones_like(lse)
+        launch.backward(do, dlse, q, k, v, out, lse, layout, extras)
+        rounds.append(([*sent], [x.data_ptr() for x in (q, k, v, do, dlse, *made)]))
     by_triton, _ = rounds[0]  # the first call compiles
     one_by_one, addresses = rounds[1]
     assert len(by_triton) == len(one_by_one) == len(KERNELS)

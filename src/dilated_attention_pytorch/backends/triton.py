@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
 from types import ModuleType
@@ -50,6 +51,13 @@ def _major(index: int | None) -> int:
 
 def forward(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, extras: Extras) -> tuple[Tensor, Tensor]:
     return _launch().forward(q, k, v, layout, _with_table(extras))
+
+
+def again(
+    q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, extras: Extras
+) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None:
+    """`forward` for tensors that differ from these in their numbers alone, in fewer steps; None until it is known."""
+    return _launch().again(q, k, v, layout, extras)
 
 
 def backward(

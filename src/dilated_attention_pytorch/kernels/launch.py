@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import operator
 import warnings
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -41,12 +41,25 @@ def forward(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, extras: Extras
     key = _alike(extras, q, k, v)
     known = layout.notes.get(key)
     if known:
-        out, lse = _results(q)
-        known((q, k, v, out, lse))
-        return out, lse
+        return _replayed(known, q, k, v)
     call = Call(q, k, v, layout, *extras)
     out, lse = call.forward()
     _note(key, call, (q, k, v, out, lse))
+    return out, lse
+
+
+def again(
+    q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, extras: Extras
+) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None:
+    """`forward` for tensors like these in every respect, once it is known. (How single precision is meant may change
+    between two calls.)"""
+    known = layout.notes.get(_alike(extras, q, k, v))
+    return partial(_replayed, known) if known and q.dtype != torch.float32 else None
+
+
+def _replayed(replay: binding.Replay, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    out, lse = _results(q)
+    replay((q, k, v, out, lse))
     return out, lse
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType, NoneType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -91,29 +91,49 @@ def block_sparse_attention(
             )
             chosen = choose_for(q, k, whole, extras, backend, return_lse or sinks is not None)
             if kind is not None:
-                layout.note(kind, (extras, chosen, hasattr(chosen, "attention")))  # type: ignore[union-attr]
+                layout.note(kind, _Known(extras, chosen, hasattr(chosen, "attention"), None))  # type: ignore[union-attr]
             out, lse = run(q, k, v, whole, extras, chosen, sinks=sinks)
         else:
-            extras, chosen, differentiable = known
-            whole = layout.causal if is_causal else layout  # type: ignore[assignment, union-attr]
-            if differentiable:
-                out, lse = chosen.attention(q, k, v, whole, extras)
-            else:
-                out, lse = _run_eagerly(q, k, v, (whole,), extras, chosen)
+            out, lse = _run_known(q, k, v, layout, is_causal, kind, known)  # type: ignore[arg-type]
     if not return_lse:
         return out
     assert lse is not None
     return out, lse
 
 
+class _Known(NamedTuple):
+    """What a layout remembers of a kind of call, which need not be checked again."""
+
+    extras: Extras
+    backend: ModuleType
+    differentiable: bool  # as it is
+    again: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None  # the shortest way, without gradients
+
+
 def _kind(tensors: Sequence[Tensor], values: tuple[Any, ...], others: tuple[object, ...]) -> tuple[object, ...] | None:
-    """What makes two calls over a layout equal before their checks; None with arguments that must be looked at."""
+    """What makes two calls over a layout equal but for their numbers; None with arguments that must be looked at."""
     is_causal, scale, dropout_p, return_lse, backend = values
     usual = type(is_causal) is type(return_lse) is bool and type(backend) is str and type(dropout_p) is float
     usual = usual and dropout_p == 0.0 and type(scale) in (float, int, NoneType)
-    if not usual or any(x is not None for x in others):
+    if not usual or any(x is not None for x in others) or any(x.layout is not torch.strided for x in tensors):
         return None
-    return *((x.shape, x.dtype, x.device) for x in tensors), *values
+    return *((x.device, x.dtype, x.shape, x.stride(), x.data_ptr() % 16 == 0) for x in tensors), *values
+
+
+def _run_known(
+    q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, is_causal: bool, kind: object, known: _Known
+) -> tuple[Tensor, Tensor | None]:
+    training = _training(q, k, v)
+    if known.again is not None and not training:
+        _refuse_forward_mode(q, k, v)
+        return known.again(q, k, v)
+    whole = layout.causal if is_causal else layout
+    if known.differentiable:
+        return known.backend.attention(q, k, v, whole, known.extras)
+    out, lse = _run_eagerly(q, k, v, (whole,), known.extras, known.backend)
+    if not training and known.backend.ordered:
+        layout.note(kind, known._replace(again=known.backend.again(q, k, v, whole, known.extras)))
+    return out, lse
 
 
 def attend(
