@@ -421,10 +421,18 @@ def calls(args: argparse.Namespace) -> list[dict[str, Any]]:
     q, k, v = random_inputs(256, 1, 64, num=3)
     layout = BlockLayout.from_pattern(SlidingWindow(100, 0), 256, block_size=128, device="cuda")
     turned = [x.transpose(1, 2) for x in (q, k, v)]
+
+    def step(run: Callable[..., Tensor], tensors: list[Tensor]) -> Callable[[], object]:
+        leaves = [x.detach().requires_grad_() for x in tensors]
+        do = torch.ones_like(leaves[0])
+        return lambda: torch.autograd.grad(run(*leaves), leaves, do)
+
     runs = {
         "ours": lambda: block_sparse_attention(q, k, v, layout),
         "ours, a pattern": lambda: block_sparse_attention(q, k, v, SlidingWindow(100, 0)),
         "sdpa": lambda: scaled_dot_product_attention(*turned),
+        "ours, forward and backward": step(lambda *x: block_sparse_attention(*x, layout), [q, k, v]),
+        "sdpa, forward and backward": step(scaled_dot_product_attention, turned),
     }
     rows = []
     for name, run in runs.items():

@@ -245,6 +245,38 @@ def test_a_call_like_one_before_is_done_again_with_its_own_tensors(block, head_d
     assert len(replays) == 4  # of the third and fourth call, forward and backward
 
 
+@pytest.mark.parametrize("by", ["layout", "causal layout", "pattern"])
+def test_the_shortest_way_gives_the_same(by):
+    """Addresses that come again, and addresses that do not; strides in between that others have."""
+    pattern, is_causal = SlidingWindow(200, 30), by.startswith("causal")
+    what = BlockLayout.from_pattern(pattern, 1024, block_size=128, device="cuda") if by != "pattern" else pattern
+    kept = []
+    for seed in range(8):
+        torch.manual_seed(seed)
+        q, k, v = torch.randn(3, 2, 1024, 4, 64, device="cuda", dtype=torch.bfloat16)
+        if seed % 3 == 2:
+            q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
+        fresh = BlockLayout.from_pattern(pattern, 1024, block_size=128, device="cuda")
+        with torch.no_grad():
+            out = block_sparse_attention(q, k, v, what, is_causal=is_causal)
+            assert torch.equal(out, block_sparse_attention(q, k, v, fresh, is_causal=is_causal))
+        kept.append(out if seed % 2 else q)
+    if by == "layout":
+        assert any(getattr(note, "again", None) for note in what.notes.values())
+
+
+def test_direct_launches_are_used_where_triton_is_known():
+    import triton
+
+    from dilated_attention_pytorch.kernels import binding
+
+    (q, k, v), layout = window_case()
+    for _ in range(3):
+        block_sparse_attention(q, k, v, layout)
+    (replay,) = [note for note in layout.notes.values() if isinstance(note, binding.Replay)]
+    assert (replay._direct is not None) == triton.__version__.startswith("3.6.")
+
+
 def test_no_wait_for_the_device():
     (q, k, v), layout = window_case()
     block_sparse_attention(q.requires_grad_(), k, v, layout).sum().backward()

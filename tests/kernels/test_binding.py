@@ -142,6 +142,34 @@ def test_calls_with_one_tensor_in_several_places_excuse_no_other(sent, same):
         assert [x is y for x, y in zip(bases, (q, k, v), strict=True)] == [True] * 3
 
 
+@pytest.mark.parametrize("by", ["layout", "causal layout", "pattern", "causal pattern"])
+def test_the_shortest_way_takes_calls_like_one_before_and_no_others(sent, monkeypatch, by):
+    pattern = SlidingWindow(60, 9)
+    layout = BlockLayout.from_pattern(pattern, 256, block_size=64) if by.endswith("layout") else pattern
+    called, original = [], launch.forward
+    monkeypatch.setattr(launch, "forward", lambda *args: (called.append(args), original(*args))[1])
+
+    def call(tensors, **others):
+        del sent[:]
+        out = block_sparse_attention(*tensors[:3], layout, is_causal="causal" in by, backend="triton", **others)
+        _, _, data = sent[0]
+        bases = [x if isinstance(x, torch.Tensor) else x.base for x in data[:4]]
+        assert [x is y for x, y in zip(bases, (*tensors[:3], out), strict=True)] == [True] * 4
+        return out
+
+    for seed in range(5):
+        call(inputs(seed))
+    assert len(called) == 2  # the second is remembered
+    known = len(called)
+    call(inputs(7, heads_first=True))
+    call([torch.randn(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape) for x in inputs(7)])
+    call(inputs(7), scale=0.5)
+    call([x.requires_grad_() for x in inputs(7)])
+    assert len(called) == known + 4
+    call(inputs(8))
+    assert len(called) == known + 4
+
+
 def test_a_layout_goes_without_the_garbage_collector(sent):
     layout = BlockLayout.from_pattern(SlidingWindow(60, 9), 256, block_size=64)
     alive = weakref.ref(layout)
