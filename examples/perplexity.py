@@ -161,6 +161,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "model": Path(args.model).name if args.model else "SmolLM2-135M-Instruct (Q4_1 file, dequantised to float32)",
     }
     if learned is not None:
+        if learned["about"]["block"] != 16:
+            raise SystemExit(f"the budgets of --gate must be for blocks of 16, got {learned['about']['block']}")
         result["gate"] = learned["about"] | {"budgets": learned["budgets"]}
     dense = {"rule": "dense", "spread": "–", "block": (0, 0), "density": 1.0}
     wanted = [row for row in rules() if args.only in (None, row["rule"], row["spread"])]
@@ -241,7 +243,7 @@ def main() -> None:
     parser.add_argument("--model")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--gate", type=Path, help="gates from examples/distill_gate.py")
-    parser.add_argument("--only", help="rows of this rule alone")
+    parser.add_argument("--only", help="rows of this rule or spread alone")
     parser.add_argument("--out", type=Path, default=Path("perplexity.json"))
     parser.add_argument("--plot", type=Path)
     args = parser.parse_args()

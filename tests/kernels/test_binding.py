@@ -339,3 +339,45 @@ def test_who_listens_to_launches_hears_of_them(sent_directly, monkeypatch):
     for seed in range(4):
         both_ways(layout, inputs(seed), extras)
     assert all(isinstance(args[0], LikeTriton36) for args in sent_directly)
+
+
+@pytest.mark.parametrize("hook", [None, print])
+def test_hooks_need_not_be_chains(sent_directly, monkeypatch, hook):
+    layout, extras = BlockLayout.from_pattern(SlidingWindow(60, 9), 256, block_size=64), Extras(0.25)
+    for seed in range(2):
+        both_ways(layout, inputs(seed), extras)
+    monkeypatch.setattr(binding.triton.knobs.runtime, "launch_enter_hook", hook)
+    del sent_directly[:]
+    both_ways(layout, inputs(2), extras)
+    by_triton = [isinstance(args[0], LikeTriton36) for args in sent_directly]
+    assert by_triton == [hook is not None] * len(KERNELS)
+
+
+@pytest.mark.parametrize("missing", ["the launcher", "another order", "scratch memory"])
+def test_another_triton_launches_in_its_own_way(sent_directly, monkeypatch, missing):
+    if missing == "another order":
+        monkeypatch.setattr(binding.driver, "_BASE_ARGS_FORMAT", "iiiKKOOOOOO")
+    if missing == "scratch memory":
+        original = LikeTriton36.run.fget
+        changed = property(lambda self: SimpleNamespace(**{**vars(original(self)), "global_scratch_size": 8}))
+        monkeypatch.setattr(LikeTriton36, "run", changed)
+    if missing == "the launcher":
+        original = LikeTriton36.run.fget
+        changed = property(lambda self: SimpleNamespace(**{**vars(original(self)), "launch": lambda *args: None}))
+        monkeypatch.setattr(LikeTriton36, "run", changed)
+    layout, extras = BlockLayout.from_pattern(SlidingWindow(60, 9), 256, block_size=64), Extras(0.25)
+    for seed in range(4):
+        both_ways(layout, inputs(seed), extras)
+    assert all(isinstance(args[0], LikeTriton36) for args in sent_directly)
+
+
+def test_full_notes_lose_nothing_that_is_there(sent):
+    layout = BlockLayout.from_pattern(SlidingWindow(60, 9), 256, block_size=64)
+    q, k, v, _ = (x.float() for x in inputs(0))
+    for _ in range(3):
+        block_sparse_attention(q, k, v, layout, backend="triton")
+    while len(layout.notes) < 256:
+        layout.note(len(layout.notes), "")
+    for _ in range(3):
+        block_sparse_attention(q, k, v, layout, backend="triton")
+    assert len(layout.notes) == 256

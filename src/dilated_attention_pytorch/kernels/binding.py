@@ -10,7 +10,11 @@ from typing import Any, NamedTuple
 import torch
 import triton
 from torch import Tensor
-from triton.backends.nvidia import driver
+
+try:
+    from triton.backends.nvidia import driver
+except ImportError:  # a Triton for other devices, which runs the kernels in its interpreter at most
+    driver = None
 
 MOST = 4096  # launches remembered; then all are forgotten
 MOST_ADDRESSES = 64  # of one tensor of a call, whose descriptions are remembered
@@ -43,8 +47,8 @@ class Direct(NamedTuple):
         run, metas = launcher.launch, ()
         if isinstance(run, FunctionType):  # it encodes descriptors and goes on
             wrapped = inspect.getclosurevars(run).nonlocals
-            run, metas = wrapped["launcher"], wrapped["tensordesc_meta"]
-            if None in metas:  # not for the copy engine
+            run, metas = wrapped.get("launcher"), wrapped.get("tensordesc_meta", (None,))
+            if run is None or None in metas:  # another Triton, or not for the copy engine
                 return None
         options = launcher.launch_cooperative_grid, launcher.launch_pdl
         head = *grid, None, compiled.function, *options, None, None, compiled.packed_metadata, None, None, None
@@ -131,7 +135,8 @@ def _kind(x: Any) -> tuple[Any, ...]:
 def _somebody_listens() -> bool:
     """A profiler, to whom Triton tells every launch."""
     runtime = triton.knobs.runtime
-    return bool(runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls)
+    hooks = runtime.launch_enter_hook, runtime.launch_exit_hook  # chains of calls, or None, or one to be called
+    return any(hook is not None and getattr(hook, "calls", True) for hook in hooks)
 
 
 def _stream(device: torch.device) -> int:
@@ -245,7 +250,7 @@ class Replay:
 
 
 def repeat(
-    notes: dict[Any, Replay | None],
+    notes: dict[Any, Replay],
     key: object,
     tensors: Sequence[Tensor],
     kept: Iterable[Tensor],
@@ -262,10 +267,11 @@ def repeat(
         return
     done = do()
     launches = [each for each in done if each is not None]
-    if len(launches) == len(done):
+    replay = Replay.of(launches, tensors, kept) if len(launches) == len(done) else None
+    if replay is not None:
         if len(notes) >= MOST:
             notes.clear()
-        notes[key] = Replay.of(launches, tensors, kept)
+        notes[key] = replay
 
 
 def like(x: Tensor) -> tuple[Any, ...]:

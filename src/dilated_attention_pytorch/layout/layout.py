@@ -278,7 +278,7 @@ class BlockLayout:
             _ = self.key_work
 
     def note(self, key: object, value: object) -> None:
-        if len(self.notes) >= MOST_NOTES:
+        if len(self.notes) >= MOST_NOTES and key not in self.notes:
             self.notes.clear()
         self.notes[key] = value
 

@@ -6,14 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from ..backends.base import compute_dtype
-from ..layout.checks import block_pair
-from ..ops import MeanPooled, TopK, block_masses
+from ..ops import MeanPooled, block_masses
 from ..ops.scores import Blocked
-from ..ops.select import Grid, grid_of
 from ..patterns.base import check_int
-
-# In units of the logarithm of a mass: how wide the edge is between blocks that are kept and those that are not.
-SOFTNESS = 0.4
 
 
 class BlockGate(nn.Module):
@@ -104,15 +99,9 @@ def gate_loss(
     scale: float | None = None,
     key_padding_mask: Tensor | None = None,
     masses: Tensor | None = None,
-    share: float | None = None,
 ) -> Tensor:
     """How far the gate is from the true block masses: their Kullback–Leibler divergence, the mean over samples, heads
     and rows. `masses` are those of `block_masses`, if they are known already. q and k get no gradient.
-
-    With a `share` it is what selecting by the gate would lose: the true mass outside of the blocks that
-    `TopK(share, even=True, across_heads=True)` keeps of its estimates, the mean over samples, heads and rows. The edge
-    is soft: a block that is as heavy as the last one kept counts half. This teaches the gate what is decided by it, and
-    not what any estimate would do.
     """
     q, k = q.detach(), k.detach()
     call = {"block_size": block_size, "is_causal": is_causal, "scale": scale, "key_padding_mask": key_padding_mask}
@@ -120,21 +109,5 @@ def gate_loss(
         with torch.no_grad():
             masses = block_masses(q, k, **call)  # type: ignore[arg-type]
     guess = block_masses(q, k, scorer=gate, **call)  # type: ignore[arg-type]
-    guess = guess.clamp(min=torch.finfo(guess.dtype).tiny).log()
-    if share is not None:
-        grid = grid_of((q.shape[1], k.shape[1]), block_pair(block_size), is_causal, 1, 1, q.device)
-        return (masses * (1.0 - _softly_kept(guess, grid, share))).sum(-1).mean()
-    return (masses * (masses.clamp(min=torch.finfo(masses.dtype).tiny).log() - guess)).sum(-1).mean()
-
-
-def _softly_kept(log_masses: Tensor, grid: Grid, share: float) -> Tensor:
-    """1 for a block far above the edge of its row, 0 for one far below it."""
-    heads = log_masses.shape[1]
-    counts = TopK(share, even=True, across_heads=True).counts(grid, heads)
-    values = log_masses.masked_fill(grid.forced, torch.inf).masked_fill(~grid.visible, -torch.inf)
-    values = values.transpose(1, 2).flatten(2).sort(dim=-1, descending=True).values
-    last = torch.tensor(counts, device=values.device)[None, :, None].expand(len(values), -1, -1) - 1
-    kept, left = (values.gather(2, at.clamp(min=0, max=values.shape[2] - 1)) for at in (last, last + 1))
-    edge = torch.where(left == -torch.inf, left, (kept + left) / 2)[:, None]  # −inf where a row keeps all that it sees
-    soft = torch.sigmoid((log_masses - edge) / SOFTNESS)
-    return soft.masked_fill(grid.forced, 1.0)
+    floor = torch.finfo(guess.dtype).tiny
+    return (masses * (masses.clamp(min=floor).log() - guess.clamp(min=floor).log())).sum(-1).mean()

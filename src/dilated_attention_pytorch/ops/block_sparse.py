@@ -13,7 +13,7 @@ from ..backends.base import Extras, compute_dtype
 from ..layout import BlockLayout
 from ..memory import active_source, drawing_from
 from ..patterns import Pattern
-from .checks import check_qkv, refuse_branches, resolve_layout
+from .checks import check_qkv, check_scale, refuse_branches, resolve_layout
 from .choose import BY_NAME, check_backend, check_call, choose_for, leave_autocast
 from .weights import BlockSparseWeights, attention_weights
 
@@ -69,6 +69,7 @@ def block_sparse_attention(
         if kind is not None and isinstance(layout, Pattern):
             check_backend(backend)
             check_qkv(q, k, v)
+            check_scale(scale, q.shape[3])
             layout, is_causal = resolve_layout(q, k, layout, is_causal), False
         known = None if kind is None else layout.notes.get(kind)  # type: ignore[union-attr]
         if known is None:
@@ -132,7 +133,9 @@ def _run_known(
         return known.backend.attention(q, k, v, whole, known.extras)
     out, lse = _run_eagerly(q, k, v, (whole,), known.extras, known.backend)
     if not training and known.backend.ordered:
-        layout.note(kind, known._replace(again=known.backend.again(q, k, v, whole, known.extras)))
+        again = known.backend.again(q, k, v, whole, known.extras)
+        if again is not None:
+            layout.note(kind, known._replace(again=again))
     return out, lse
 
 

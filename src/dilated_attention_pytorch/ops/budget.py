@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from heapq import heapify, heapreplace
+from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,12 +14,20 @@ from torch import Tensor
 from ..layout.checks import block_pair
 from ..patterns.base import check_flag, check_int
 from ..patterns.blocks import ceil_div
-from .select import SharedBudget, TopK, grid_of
+from .select import Grid, SharedBudget, TopK, grid_of
 
-# A layer gets so many equal steps, on average,
+# Shares that are tried for a layer: so many up to the selector's own,
 STEPS = 16
-# and at most so many times the mean.
+# and up to so many times that.
 MOST = 4
+
+
+class Step(NamedTuple):
+    """A selector for one layer: the blocks that a text costs, and the mass that all texts keep."""
+
+    selector: TopK | SharedBudget
+    blocks: int
+    mass: float
 
 
 @torch.no_grad()
@@ -32,8 +41,8 @@ def split_budget(
     sink: int = 1,
     local: int = 1,
 ) -> list[TopK | SharedBudget]:
-    """The selector with a share of its own for each layer: on average the selector's, and such that the layers keep as
-    much mass as they can together. The next block is then worth about the same in all of them.
+    """The selector with a share of its own for each layer: together they keep no more blocks than with the same one
+    everywhere, and as much mass as they can. The next block is then worth about the same in all layers.
 
     Some layers look at few blocks and some at many, on any text; so a few texts are enough to tell.
 
@@ -46,35 +55,64 @@ def split_budget(
     if type(selector) not in (TopK, SharedBudget):
         raise TypeError(f"selector must be TopK(share) or SharedBudget(share), got {selector!r}")
     blocks = block_pair(block_size)
+    check_int("tokens", tokens, least=1)
     check_flag("is_causal", is_causal)
     check_int("sink", sink, least=0)
     check_int("local", local, least=0)
-    check_int("tokens", tokens, least=1)
     _check_masses(masses, tokens, blocks)
     grid = grid_of((tokens, tokens), blocks, is_causal, sink, local, masses[0].device)
-    # Below what is forced there is nothing to give or to take.
-    first = min(STEPS, math.ceil(STEPS * sum(grid.num_forced) / (sum(grid.num_visible) * selector.share)))
-    last = min(MOST * STEPS, math.floor(STEPS / selector.share))
-    selectors = [replace(selector, share=selector.share * step / STEPS) for step in range(max(first, 1), last + 1)]
-    worth = []
-    for of_layer in masses:
-        kept = [of_layer.where(each.keep(of_layer, grid), 0.0).sum() for each in selectors]
-        worth.append([*(torch.stack(kept) / of_layer.sum()).tolist(), -math.inf])
+    steps = range(1, min(MOST * STEPS, math.floor(STEPS / selector.share)) + 1)
+    tried = [replace(selector, share=selector.share * step / STEPS) for step in steps]
+    layers = [_steps(tried, of_layer, grid) for of_layer in masses]
+    alike = [max((x for x in steps if x.selector.share <= selector.share), key=_blocks) for steps in layers]
+    now, budget = [steps[0] for steps in layers], sum(map(_blocks, alike))
+    # What a block gains falls along every hull: the largest gains of all layers come first, as long as there is room.
+    hulls = [list(pairwise(_hull(steps))) for steps in layers]
+    gains = [(_gain(*pair), layer, pair) for layer, hull in enumerate(hulls) for pair in hull]
+    for _, layer, (before, after) in sorted(gains, key=lambda each: each[0], reverse=True):
+        room = budget - sum(map(_blocks, now)) + before.blocks
+        if now[layer] == before:  # else it stopped on its way
+            now[layer] = max((x for x in layers[layer] if x.blocks <= min(room, after.blocks)), key=_blocks)
+    # The last steps of the layers may not fit together: what is left over may be more than what was won.
+    best = max(now, alike, key=lambda each: sum(step.mass for step in each))
+    return [step.selector for step in best]
 
-    # The next step goes to the layer that gains the most by it.
-    at = [0] * len(worth)
-    waiting = [(of_layer[0] - of_layer[1], layer) for layer, of_layer in enumerate(worth)]
-    heapify(waiting)
-    for _ in range((STEPS - max(first, 1)) * len(worth)):
-        _, layer = waiting[0]
-        at[layer] += 1
-        heapreplace(waiting, (worth[layer][at[layer]] - worth[layer][at[layer] + 1], layer))
-    return [selectors[step] for step in at]
+
+def _steps(tried: list[TopK | SharedBudget], masses: Tensor, grid: Grid) -> list[Step]:
+    """From few blocks to many."""
+    steps: list[Step] = []
+    for selector in tried:
+        blocks = selector.most(grid, masses.shape[1])
+        if not steps or blocks > steps[-1].blocks:  # else they are the same
+            kept = masses.where(selector.keep(masses, grid), 0.0).sum(dtype=torch.float64)
+            steps.append(Step(selector, blocks, float(kept)))
+    return steps
+
+
+def _hull(steps: list[Step]) -> list[Step]:
+    """Those between which a block gains less and less. Blocks come whole: many a step gains nothing, and the one
+    behind it much."""
+    hull: list[Step] = []
+    for step in steps:
+        while len(hull) > 1 and _gain(hull[-2], hull[-1]) <= _gain(hull[-1], step):
+            hull.pop()
+        hull.append(step)
+    return hull
+
+
+def _blocks(step: Step) -> int:
+    return step.blocks
+
+
+def _gain(before: Step, after: Step) -> float:
+    return (after.mass - before.mass) / (after.blocks - before.blocks)
 
 
 def _check_masses(masses: Sequence[Tensor], tokens: int, blocks: tuple[int, int]) -> None:
-    if not isinstance(masses, Sequence) or not masses:
+    if not isinstance(masses, Sequence):
         raise TypeError(f"masses must be a sequence with a tensor for each layer, got {type(masses).__name__}")
+    if not masses:
+        raise ValueError("masses must have a tensor for each layer, got none")
     wanted = [ceil_div(tokens, block) for block in blocks]
     for layer, each in enumerate(masses):
         good = isinstance(each, Tensor) and each.dim() == 4 and each.is_floating_point()
@@ -84,3 +122,8 @@ def _check_masses(masses: Sequence[Tensor], tokens: int, blocks: tuple[int, int]
                 f"masses must be floating-point tensors [texts, heads, {wanted[0]}, {wanted[1]}], as {tokens} tokens "
                 f"have blocks, got {what} for layer {layer}"
             )
+        if each.device != masses[0].device:
+            raise ValueError(f"masses must be on one device, got {masses[0].device} and {each.device}")
+        total = float(each.sum(dtype=torch.float64))
+        if not (math.isfinite(total) and total > 0.0 and bool((each >= 0).all())):
+            raise ValueError(f"masses must be 0 or more, and not all of them 0, got a sum of {total} for layer {layer}")
