@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -178,9 +179,14 @@ def _remembered(
 ) -> BlockLayout:
     if isinstance(pattern, Branches):
         return layout_for_branches(pattern, seq_q, seq_k, heads, is_causal, device)
-    pattern = pattern & Causal() if is_causal else pattern
+    pattern = _made_causal(pattern) if is_causal else pattern
     block_size = min(pattern.block_sizes, default=DEFAULT_BLOCK_SIZE)
     return layout_for(pattern, seq_q, seq_k, block_size, device)
+
+
+@lru_cache(maxsize=256)
+def _made_causal(pattern: Pattern) -> Pattern:
+    return pattern & Causal()
 
 
 @constant_in_graphs
