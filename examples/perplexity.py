@@ -53,7 +53,8 @@ SPREADS["layers"] = SPREADS["even"]  # with a share for each layer, on average t
 EXTRA_SCORERS = {f"patches {q}x{k}": MeanPooled(q, k) for q, k in ((2, 4), (2, 2), (1, 4), (1, 2))}
 EXTRA_SCORERS["sampled 4"] = SampledRows(4)
 DENSITIES = [0.05, 0.125, 0.25, 0.5]
-DRAWN = ["exact", "gate", "patches 2x2", "patches", "antidiagonal", "mean", "sink + local"]
+DRAWN = ["exact", "gate", "patches 1x2", "patches", "antidiagonal", "mean", "sink + local"]
+DRAWN_BY_LAYER = ["gate", "patches 1x2"]
 
 
 def rules() -> Iterator[dict[str, Any]]:
@@ -218,14 +219,17 @@ def plot(result: dict[str, Any], path: Path) -> None:
     figure = Figure(figsize=(4.6 * len(lengths), 4.2 * len(texts)), layout="constrained")
     axes = figure.subplots(len(texts), len(lengths), squeeze=False)
     for axis, (text, tokens) in zip(axes.flat, product(texts, lengths), strict=True):
-        curves: dict[str, list[tuple[float, float]]] = {}
+        curves: dict[tuple[str, bool], list[tuple[float, float]]] = {}
         for row in result["rows"]:
-            drawn = row["spread"] == "–" or (row["spread"] == "even" and row["block"] == [16, 16])
-            if (row["tokens"], row["text"]) == (tokens, text) and row["rule"] in DRAWN and drawn:
-                curves.setdefault(row["rule"], []).append((row["density"], row["ratio"]))
-        for name, points in curves.items():
-            color = f"C{DRAWN.index(name)}"
-            axis.plot(*zip(*sorted(points), strict=True), marker="o", markersize=3, label=name, color=color)
+            by_layer = row["spread"] == "layers"
+            drawn = row["spread"] == "–" or (row["spread"] in ("even", "layers") and row["block"] == [16, 16])
+            drawn = drawn and row["rule"] in (DRAWN_BY_LAYER if by_layer else DRAWN)
+            if (row["tokens"], row["text"]) == (tokens, text) and drawn:
+                curves.setdefault((row["rule"], by_layer), []).append((row["density"], row["ratio"]))
+        for (name, by_layer), points in curves.items():
+            style = {"color": f"C{DRAWN.index(name)}", "linestyle": "--" if by_layer else "-"}
+            label = f"{name}, by layer" if by_layer else name
+            axis.plot(*zip(*sorted(points), strict=True), marker="o", markersize=3, label=label, **style)
         axis.axhline(1.0, color="grey", linewidth=0.8)
         axis.set(xscale="log", xlabel="share of the causal blocks", title=f"{text}, {tokens} tokens", ylim=(0.98, 1.35))
         axis.set_xticks(DENSITIES, [f"{density:.1%}" for density in DENSITIES])
