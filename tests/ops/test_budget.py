@@ -77,7 +77,15 @@ def test_one_layer_everything_and_no_more_than_is_forced_are_left_as_they_are():
     for selector, layers in ((EVEN, 1), (SharedBudget(1.0), 3), (TopK(0.6), 1), (TopK(0.01), 3)):
         masses = [masses_of(layer) for layer in range(layers)]
         found = split_budget(masses, selector, tokens=1024, block_size=16, is_causal=True)
-        assert spent_and_kept(masses, found) == spent_and_kept(masses, [selector] * layers)
+        assert found == [selector] * layers  # and not one that keeps as many at this length
+
+
+def test_shares_serve_at_other_lengths():
+    masses = [masses_of(sharpness, tokens=2048, texts=1) for sharpness in (0.5, 2.0, 2.0, 4.0)]
+    for selector in (EVEN, TopK(0.25), TopK(0.05, even=True), SharedBudget(0.1)):
+        found = split_budget(masses, selector, tokens=2048, block_size=16, is_causal=True)
+        grid = grid_of((8192, 8192), (16, 16), True, 1, 1, torch.device("cpu"))
+        assert sum(each.most(grid, 3) for each in found) == pytest.approx(4 * selector.most(grid, 3), rel=0.1)
 
 
 def test_bad_arguments():
@@ -93,6 +101,8 @@ def test_bad_arguments():
         split_budget([masses[0], masses[0].long()], EVEN, **call)
     with pytest.raises(ValueError, match="masses must have a tensor for each layer, got none"):
         split_budget([], EVEN, **call)
+    with pytest.raises(ValueError, match="masses must be of the same texts, got 2 and, for layer 1, 1"):
+        split_budget([masses[0], masses[0][:1]], EVEN, **call)
     for bad in (torch.nan, -1.0):
         spoilt = masses[0].clone()
         spoilt[0, 0, 0, 0] = bad

@@ -16,7 +16,7 @@ from ..patterns.base import check_flag, check_int
 from ..patterns.blocks import ceil_div
 from .select import Grid, SharedBudget, TopK, grid_of
 
-# Shares that are tried for a layer: so many up to the selector's own,
+# Shares that are tried for a layer: so many up to the selector's own (a power of two, so that it is among them),
 STEPS = 16
 # and up to so many times that.
 MOST = 4
@@ -41,14 +41,16 @@ def split_budget(
     sink: int = 1,
     local: int = 1,
 ) -> list[TopK | SharedBudget]:
-    """The selector with a share of its own for each layer: together they keep no more blocks than with the same one
-    everywhere, and as much mass as they can. The next block is then worth about the same in all layers.
+    """The selector with a share of its own for each layer: together they keep no more blocks of such texts than with
+    the same one everywhere, and about as much mass as they can. The next block is then worth about the same in all.
 
-    Some layers look at few blocks and some at many, on any text; so a few texts are enough to tell.
+    Some layers look at few blocks and some at many, on any text; so a few texts are enough to tell, and the shares
+    serve for other lengths too, if nearly.
 
     Args:
         masses: for each layer `block_masses` of the same texts, [texts, heads, query blocks, key blocks].
-        selector: `TopK` or `SharedBudget`; a layer gets up to four times its share, and at least what is forced.
+        selector: `TopK` or `SharedBudget`; a layer gets from a sixteenth to four times its share, at most all
+            blocks, and at least what is forced.
         tokens: of a text.
         block_size, is_causal, sink, local: as in `select_blocks`, the first as in `block_masses` too.
     """
@@ -63,8 +65,8 @@ def split_budget(
     grid = grid_of((tokens, tokens), blocks, is_causal, sink, local, masses[0].device)
     steps = range(1, min(MOST * STEPS, math.floor(STEPS / selector.share)) + 1)
     tried = [replace(selector, share=selector.share * step / STEPS) for step in steps]
-    layers = [_steps(tried, of_layer, grid) for of_layer in masses]
-    alike = [max((x for x in steps if x.selector.share <= selector.share), key=_blocks) for steps in layers]
+    layers = [_steps(tried, selector.share, of_layer, grid) for of_layer in masses]
+    alike = [next(x for x in steps if x.selector == selector) for steps in layers]
     now, budget = [steps[0] for steps in layers], sum(map(_blocks, alike))
     # What a block gains falls along every hull: the largest gains of all layers come first, as long as there is room.
     hulls = [list(pairwise(_hull(steps))) for steps in layers]
@@ -78,14 +80,17 @@ def split_budget(
     return [step.selector for step in best]
 
 
-def _steps(tried: list[TopK | SharedBudget], masses: Tensor, grid: Grid) -> list[Step]:
-    """From few blocks to many."""
+def _steps(tried: list[TopK | SharedBudget], share: float, masses: Tensor, grid: Grid) -> list[Step]:
+    """From few blocks to many. Where several keep the same, which other lengths may tell apart: the one nearest to the
+    share that was asked for."""
     steps: list[Step] = []
     for selector in tried:
         blocks = selector.most(grid, masses.shape[1])
-        if not steps or blocks > steps[-1].blocks:  # else they are the same
+        if not steps or blocks > steps[-1].blocks:
             kept = masses.where(selector.keep(masses, grid), 0.0).sum(dtype=torch.float64)
             steps.append(Step(selector, blocks, float(kept)))
+        elif selector.share <= share:
+            steps[-1] = steps[-1]._replace(selector=selector)
     return steps
 
 
@@ -121,6 +126,10 @@ def _check_masses(masses: Sequence[Tensor], tokens: int, blocks: tuple[int, int]
             raise ValueError(
                 f"masses must be floating-point tensors [texts, heads, {wanted[0]}, {wanted[1]}], as {tokens} tokens "
                 f"have blocks, got {what} for layer {layer}"
+            )
+        if len(each) != len(masses[0]):
+            raise ValueError(
+                f"masses must be of the same texts, got {len(masses[0])} and, for layer {layer}, {len(each)}"
             )
         if each.device != masses[0].device:
             raise ValueError(f"masses must be on one device, got {masses[0].device} and {each.device}")
