@@ -16,7 +16,7 @@ lengths  Time per token and peak memory by length, 8 heads × 64, float16, 20 bl
          exist: q, k, v, out and lse, and for a training step their gradients and delta.
 layouts  Building a layout on the GPU beside the forward it serves, and `create_block_mask`.
 seeds    The variants of the seeds' table: time and memory of forward and backward by length.
-calls    What a call costs the host: the shortest time between two launches.
+calls    What a call costs the host: the mean of 200 in a row, the best of five times.
 
 Writes --out (benchmarks/results/gpu.json) after every section, a table on stdout, and plots beside it.
 """

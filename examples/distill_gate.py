@@ -37,7 +37,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--block", type=int, default=16)
     parser.add_argument("--patch", type=int, nargs=2, default=[4, 4], help="queries and keys of a patch")
-    parser.add_argument("--steps", type=int, default=48, help="passes over a layer's texts, one text a step")
+    parser.add_argument("--steps", type=int, default=48, help="steps of a layer, one text each")
     parser.add_argument("--rate", type=float, default=5e-4)
     parser.add_argument("--out", type=Path, default=Path("gates.pt"))
     args = parser.parse_args()

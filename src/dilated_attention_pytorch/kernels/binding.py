@@ -24,7 +24,7 @@ _STREAM, _ARGUMENTS = 3, len(_KNOWN_LAUNCHER)
 
 
 class Direct(NamedTuple):
-    """Triton's launcher in C, without the Python before it, which takes longer than everything else in a call.
+    """Triton's launcher in C, without the Python before it, which takes as long as everything else in a call.
 
     Attributes:
         run: the launcher.
