@@ -232,7 +232,8 @@ class Span:
         block_q, block_k = blocks
         left, right, key_stop, query_stop, same_document = interval
         tail = (head + (block_q - 1)).clamp(max=seq_k - 1)
-        last_seeing = tail.clamp(max=query_stop - 1)
+        all_see = query_stop >= seq_k
+        last_seeing = tail if all_see else tail.clamp(max=query_stop - 1)
         # The first keys that head and tail see, and the ends of those that the head and the last that sees any see.
         head_first, tail_first = ((x - left).clamp(min=0) for x in (head, tail))
         head_stop, reach = ((x + (right + 1)).clamp(max=min(key_stop, seq_k)) for x in (head, last_seeing))
@@ -240,14 +241,17 @@ class Span:
             at_head, at_tail, at_last = (document_bounds(starts, x) for x in (head, tail, last_seeing))
             head_first, tail_first = torch.maximum(head_first, at_head[0]), torch.maximum(tail_first, at_tail[0])
             head_stop, reach = torch.minimum(head_stop, at_head[1]), torch.minimum(reach, at_last[1])
-        unseen = (last_seeing < head) | (reach <= head_first)
+        unseen = reach <= head_first
         shift = block_k.bit_length() - 1  # a power of two, and dividing costs a CPU four times as much
-        first = head_first >> shift
+        first, stop_full = head_first >> shift, head_stop >> shift
+        if not all_see:
+            unseen |= last_seeing < head
+            stop_full.masked_fill_(last_seeing < tail, 0)
         return cls(
             first=first,
             stop=torch.where(unseen, first, (reach + (block_k - 1)) >> shift),
             first_full=(tail_first + (block_k - 1)) >> shift,
-            stop_full=(head_stop >> shift).masked_fill_(last_seeing < tail, 0),
+            stop_full=stop_full,
         )
 
     def rows(self, start: int, stop: int) -> Span:
@@ -274,7 +278,8 @@ def _row_chunks(counts: Tensor) -> list[tuple[int, int]]:
 def ragged(first: Tensor, count: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
     """first, first + 1, … (`count` of them), run after run, on a device: the number of the run, and the number."""
     total = int(count.sum())
-    begin, count = send((first - (count.cumsum(0) - count), count), device)
+    place = count.cumsum(0).sub_(count)
+    begin, count = send((torch.sub(first, place, out=place), count), device)
     which = torch.repeat_interleave(count, output_size=total)
     return which, begin.index_select(0, which).add_(torch.arange(total, device=device))
 
