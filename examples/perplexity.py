@@ -100,7 +100,10 @@ def attention_by(row: dict[str, Any], tokens: int, learned: dict[str, Any] | Non
     scorers = SCORERS | EXTRA_SCORERS
 
     def share_of(layer: int) -> float:
-        return learned["budgets"][row["density"]][layer] if row["spread"] == "layers" and learned else row["density"]
+        if row["spread"] != "layers":
+            return row["density"]
+        assert learned is not None
+        return learned["budgets"][row["density"]][layer]
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         if row["rule"] == "dense":

@@ -35,14 +35,19 @@ class Compiled:
         return run
 
 
-@pytest.fixture
-def sent(monkeypatch):
+def recorded(monkeypatch, compiled):
+    """What kernels of this kind are launched with from now on."""
     sent = []
     for name in KERNELS:
-        monkeypatch.setattr(launch, name, Compiled(getattr(launch, name), sent))
+        monkeypatch.setattr(launch, name, compiled(getattr(launch, name), sent))
     monkeypatch.setattr(binding, "_bound", {})
-    monkeypatch.setattr(binding.Direct, "of", lambda compiled, grid: None)
     return sent
+
+
+@pytest.fixture
+def sent(monkeypatch):
+    monkeypatch.setattr(binding.Direct, "of", lambda compiled, grid: None)
+    return recorded(monkeypatch, Compiled)
 
 
 def inputs(seed, heads_first=False):
@@ -271,15 +276,11 @@ class LikeTriton36(Compiled):
 
 @pytest.fixture
 def sent_directly(monkeypatch):
-    sent = []
-    for name in KERNELS:
-        monkeypatch.setattr(launch, name, LikeTriton36(getattr(launch, name), sent))
-    monkeypatch.setattr(binding, "_bound", {})
     monkeypatch.setattr(binding, "_stream", lambda device: "stream")
     monkeypatch.setattr(binding.driver, "_BASE_ARGS_FORMAT", "iiiKKppOOOOOO", raising=False)
     encoded = lambda x, meta: [("encoded", x.base.data_ptr(), meta["number"]), *x.shape, *x.strides]  # noqa: E731
     monkeypatch.setattr(binding.driver, "make_tensordesc_arg", encoded)
-    return sent
+    return recorded(monkeypatch, LikeTriton36)
 
 
 def test_direct_launches_send_what_triton_would(sent_directly, monkeypatch):
@@ -353,18 +354,15 @@ def test_hooks_need_not_be_chains(sent_directly, monkeypatch, hook):
     assert by_triton == [hook is not None] * len(KERNELS)
 
 
-@pytest.mark.parametrize("missing", ["the launcher", "another order", "scratch memory"])
-def test_another_triton_launches_in_its_own_way(sent_directly, monkeypatch, missing):
-    if missing == "another order":
+@pytest.mark.parametrize("other", [{}, {"global_scratch_size": 8}, {"launch": lambda *args: None}])
+def test_another_triton_launches_in_its_own_way(sent_directly, monkeypatch, other):
+    """Arguments in another order, scratch memory, a launcher that cannot be found."""
+    original = LikeTriton36.run.fget
+    monkeypatch.setattr(
+        LikeTriton36, "run", property(lambda self: SimpleNamespace(**{**vars(original(self)), **other}))
+    )
+    if not other:
         monkeypatch.setattr(binding.driver, "_BASE_ARGS_FORMAT", "iiiKKOOOOOO")
-    if missing == "scratch memory":
-        original = LikeTriton36.run.fget
-        changed = property(lambda self: SimpleNamespace(**{**vars(original(self)), "global_scratch_size": 8}))
-        monkeypatch.setattr(LikeTriton36, "run", changed)
-    if missing == "the launcher":
-        original = LikeTriton36.run.fget
-        changed = property(lambda self: SimpleNamespace(**{**vars(original(self)), "launch": lambda *args: None}))
-        monkeypatch.setattr(LikeTriton36, "run", changed)
     layout, extras = BlockLayout.from_pattern(SlidingWindow(60, 9), 256, block_size=64), Extras(0.25)
     for seed in range(4):
         both_ways(layout, inputs(seed), extras)

@@ -202,14 +202,19 @@ class Replay:
         self._launches, self._direct = launches, direct
 
     @classmethod
-    def of(cls, launches: Iterable[Launched], tensors: Sequence[Tensor], kept: Iterable[Tensor]) -> Replay | None:
-        """None where it cannot be told what is whose: a tensor in two places, or one that is neither among `tensors`
-        nor among those that stay, `kept`."""
+    def of(
+        cls, launches: Iterable[Launched | None], tensors: Sequence[Tensor], kept: Iterable[Tensor]
+    ) -> Replay | None:
+        """None where one was interpreted, or it cannot be told what is whose: a tensor in two places, or one that is
+        neither among `tensors` nor among those that stay, `kept`."""
         places, stays = {id(x): place for place, x in enumerate(tensors)}, {id(x) for x in kept}
         if len(places) < len(tensors):
             return None
         plain, direct = [], []
-        for bound, data in launches:
+        for each in launches:
+            if each is None:
+                return None
+            bound, data = each
             slots, argument = list[Slot](), _ARGUMENTS
             metas = iter(bound.direct.metas if bound.direct else ())
             for i, x in enumerate(data):
@@ -265,9 +270,7 @@ def repeat(
     if known is not None:
         known(tensors)
         return
-    done = do()
-    launches = [each for each in done if each is not None]
-    replay = Replay.of(launches, tensors, kept) if len(launches) == len(done) else None
+    replay = Replay.of(do(), tensors, kept)
     if replay is not None:
         if len(notes) >= MOST:
             notes.clear()

@@ -98,13 +98,13 @@ def _alike(extras: Extras, *tensors: Tensor) -> tuple[Any, ...] | None:
 
 def _note(key: tuple[Any, ...] | None, call: Call, tensors: tuple[Tensor, ...]) -> None:
     """Remember a call when it comes the second time: most layouts of a graph are met only once."""
-    layout, launches = call.layout, [launch for launch in call.launches if launch is not None]
-    if key is None or len(launches) < len(call.launches) or not call.as_given:
+    layout = call.layout
+    if key is None or not call.as_given:
         return
     if key not in layout.notes:
         layout.note(key, None)
     elif not (call.q.is_cuda and torch.cuda.is_current_stream_capturing()):  # lists that a capture makes are its own
-        layout.note(key, binding.Replay.of(launches, tensors, layout.tensors()))
+        layout.note(key, binding.Replay.of(call.launches, tensors, layout.tensors()))
 
 
 class Call:

@@ -426,7 +426,8 @@ def masses(
 
     precision = precision_of(q.dtype)
     key = q.device, like(q), like(k), blocks, patch, is_causal, scale, precision
-    repeat(_noted, key, (q, k, rows, columns, made, scratch)[: 6 if of_q > 1 else 5], (), do)
+    tensors = [q, k, rows, columns, made, *([scratch] if of_q > 1 else [])]
+    repeat(_noted, key, tensors, (), do)
     return made
 
 
