@@ -46,19 +46,18 @@ def _fetch(
     own_ready, own_empty, ready, empty = barriers
     (
         offsets, splits, indices, work, batch, heads, group, num_blocks, lists_a_sample, heads_a_list,
-        total, order, classes, walked,
+        deal, classes, walked,
     ) = lists  # fmt: skip
     own_step_a, own_step_b, step_a, step_b = steps
     tile_heads = heads // group if OF_KEYS else heads
     PER: gl.constexpr = BLOCK // STREAM
     step = 0
-    for turn in range(turns_of(total, num_blocks * (OWN_BLOCK // TILE), order)):
+    for turn in range(turns_of(deal)):
         # A tile of keys is walked by every query head of its key head, a tile of queries by its key head alone.
         first_list_head = group if OF_KEYS else 1
         sample, head, residue, own, block, start, split, stop = tile_of(
             turn,
-            total,
-            order,
+            deal,
             work,
             tile_heads,
             num_blocks,
@@ -138,7 +137,7 @@ def _compute_dkv(
     rule_ids, rules, documents, branches, padding, document_ids = masks
     (
         offsets, splits, indices, work, batch, heads, group, num_blocks, lists_a_sample, heads_a_list,
-        total, order, classes, walked,
+        deal, classes, walked,
     ) = lists  # fmt: skip
     seq_q, seq_k, num_intervals, num_branches, scale, scale_out = numbers
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STREAM, 16])  # keys × queries
@@ -152,11 +151,10 @@ def _compute_dkv(
     nothing = gl.zeros([ROWS, STREAM], gl.float32, SCORES)
     k, v = k_buffers.index(WHO), v_buffers.index(WHO)
     step = 0
-    for turn in range(turns_of(total, num_blocks * (BLOCK_K // TILE), order)):
+    for turn in range(turns_of(deal)):
         sample, key_head, residue, own, block, start, split, stop = tile_of(
             turn,
-            total,
-            order,
+            deal,
             work,
             heads_kv,
             num_blocks,
@@ -245,7 +243,7 @@ def _compute_dq(
     rule_ids, rules, documents, branches, padding, document_ids = masks
     (
         offsets, splits, indices, work, batch, heads, group, num_blocks, lists_a_sample, heads_a_list,
-        total, order, classes, walked,
+        deal, classes, walked,
     ) = lists  # fmt: skip
     seq_q, seq_k, num_intervals, num_branches, scale, scale_out = numbers
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STREAM, 16])  # queries × keys
@@ -258,11 +256,10 @@ def _compute_dq(
     nothing = gl.zeros([ROWS, STREAM], gl.float32, SCORES)
     q, grad = q_buffers.index(WHO), g_buffers.index(WHO)
     step = 0
-    for turn in range(turns_of(total, num_blocks * (BLOCK_Q // TILE), order)):
+    for turn in range(turns_of(deal)):
         sample, head, residue, own, _, start, split, stop = tile_of(
             turn,
-            total,
-            order,
+            deal,
             work,
             heads,
             num_blocks,
@@ -336,7 +333,7 @@ def backward_kernel(
     q, k, v, grad, of_rows, lse, delta, dq, dk, dv,
     offsets, splits, indices, rule_ids, work, rules, documents, branches, padding, document_ids,
     batch, heads, group, seq_q, seq_k, num_blocks, lists_a_sample, heads_a_list, num_intervals, num_branches, classes,
-    total, order, walked, q_step, k_step, v_step, g_step,
+    total, num_tiles, first, order, walked, q_step, k_step, v_step, g_step,
     scale, scale_out,
     D: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, STREAM: gl.constexpr, RING: gl.constexpr,
     FLIP: gl.constexpr, NAMED: gl.constexpr, SINGLE: gl.constexpr, DOCUMENTS: gl.constexpr, PADDING: gl.constexpr,
@@ -369,7 +366,7 @@ def backward_kernel(
     masks = (rule_ids, rules, documents, branches, padding, document_ids)
     lists = (
         offsets, splits, indices, work, batch, heads, group, num_blocks, lists_a_sample, heads_a_list,
-        total, order, classes, walked,
+        (total, num_tiles, first, order), classes, walked,
     )  # fmt: skip
     numbers = (seq_q, seq_k, num_intervals, num_branches, scale, scale_out)
     if OF_KEYS:

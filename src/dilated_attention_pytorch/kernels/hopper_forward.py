@@ -109,13 +109,13 @@ def token_of(row, residue, classes, DILATED: gl.constexpr):
 
 @gluon.jit
 def tile_of(
-    turn, total, order, work, heads, num_blocks, classes, lists_a_sample, heads_a_list, list_heads,
+    turn, deal, work, heads, num_blocks, classes, lists_a_sample, heads_a_list, list_heads,
     BLOCK: gl.constexpr, DILATED: gl.constexpr,
 ):  # fmt: skip
     """Sample, head, class and first row in it, block and list of the tile of a turn; the list is that of query head
     `head · list_heads`."""
     TILES: gl.constexpr = BLOCK // TILE
-    place, which = tile_dealt(turn, total, num_blocks * TILES, order)
+    place, which = tile_dealt(turn, deal)
     sample, head = which // heads, which % heads
     rows_before = list_of(sample, head * list_heads, lists_a_sample, heads_a_list) * num_blocks
     block, start, split, stop = load_work(work, rows_before + place // TILES)
@@ -130,18 +130,18 @@ def _fetch(
 ):  # fmt: skip
     q_buffers, k_buffers, v_buffers = buffers
     q_ready, q_empty, k_ready, k_empty, v_ready, v_empty = barriers
-    indices, work, heads, group, num_blocks, lists_a_sample, heads_a_list, total, order, classes, walked, steps = lists
+    indices, work, heads, group, num_blocks, lists_a_sample, heads_a_list, deal, classes, walked, steps = lists
     q_step, k_step, v_step = steps
     PER: gl.constexpr = BLOCK_K // TILE_K
-    step, turns = 0, turns_of(total, num_blocks * (BLOCK_Q // TILE), order)
+    step, turns = 0, turns_of(deal)
     sample, head, residue, query, _, start, _, stop = tile_of(
-        0, total, order, work, heads, num_blocks, classes, lists_a_sample, heads_a_list, 1, BLOCK_Q, DILATED
+        0, deal, work, heads, num_blocks, classes, lists_a_sample, heads_a_list, 1, BLOCK_Q, DILATED
     )
     block = gl.load(indices + start, mask=start < stop, other=0)
     for turn in range(turns):
         # Reading lists takes as long as a block of work: the next tile and the next block are asked for in time.
         next_sample, next_head, next_residue, next_query, _, next_start, _, next_stop = tile_of(
-            turn + 1, total, order, work, heads, num_blocks, classes, lists_a_sample, heads_a_list, 1, BLOCK_Q, DILATED
+            turn + 1, deal, work, heads, num_blocks, classes, lists_a_sample, heads_a_list, 1, BLOCK_Q, DILATED
         )
         place = turn % Q_RING
         mbarrier.wait(q_empty.index(place), (turn // Q_RING & 1) ^ 1)
@@ -184,7 +184,7 @@ def _compute(
     q_buffers, k_buffers, v_buffers = buffers
     q_ready, q_empty, k_ready, k_empty, v_ready, v_empty = barriers
     rule_ids, rules, documents, branches, padding, document_ids = masks
-    indices, work, heads, group, num_blocks, lists_a_sample, heads_a_list, total, order, classes, walked, _ = lists
+    indices, work, heads, group, num_blocks, lists_a_sample, heads_a_list, deal, classes, walked, _ = lists
     seq_q, seq_k, num_intervals, num_branches, scale = numbers
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_K, 16])
     MIXED: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
@@ -197,9 +197,9 @@ def _compute(
     lane = gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
     key_lane = gl.arange(0, TILE_K, gl.SliceLayout(0, SCORES))
 
-    step, issued, turns = 0, 0, turns_of(total, num_blocks * (BLOCK_Q // TILE), order)
+    step, issued, turns = 0, 0, turns_of(deal)
     sample, head, residue, query_from, _, start, split, stop = tile_of(
-        0, total, order, work, heads, num_blocks, classes, lists_a_sample, heads_a_list, 1, BLOCK_Q, DILATED
+        0, deal, work, heads, num_blocks, classes, lists_a_sample, heads_a_list, 1, BLOCK_Q, DILATED
     )
     mbarrier.wait(q_ready.index(0), 0)
     mbarrier.wait(k_ready.index(0), 0)
@@ -209,7 +209,7 @@ def _compute(
     for turn in range(turns):
         # What the next tile is: asked for now, read when this one is done.
         next_sample, next_head, next_residue, next_query, _, next_start, next_split, next_stop = tile_of(
-            turn + 1, total, order, work, heads, num_blocks, classes, lists_a_sample, heads_a_list, 1, BLOCK_Q, DILATED
+            turn + 1, deal, work, heads, num_blocks, classes, lists_a_sample, heads_a_list, 1, BLOCK_Q, DILATED
         )
         q = q_buffers.index(turn % Q_RING * 2 + WHO)
         row = token_of(query_from + WHO * ROWS + lane, residue, classes, DILATED)
@@ -361,7 +361,7 @@ def _hide(
     return scores
 
 
-VARYING_STEPS = ("total", "order", "batch", "walked", "q_step", "k_step", "v_step", "g_step")
+VARYING_STEPS = ("total", "num_tiles", "first", "order", "batch", "walked", "q_step", "k_step", "v_step", "g_step")
 
 
 @gluon.jit(do_not_specialize=[*VARYING, *VARYING_STEPS])
@@ -369,14 +369,14 @@ def forward_kernel(
     q, k, v, out, lse,
     indices, rule_ids, work, rules, documents, branches, padding, document_ids,
     heads, group, seq_q, seq_k, num_blocks, lists_a_sample, heads_a_list, num_intervals, num_branches, classes,
-    total, order, walked, q_step, k_step, v_step,
+    total, num_tiles, first, order, walked, q_step, k_step, v_step,
     scale,
     D: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, TILE_K: gl.constexpr,
     Q_RING: gl.constexpr, KV_RING: gl.constexpr, FLIP: gl.constexpr,
     NAMED: gl.constexpr, SINGLE: gl.constexpr, DOCUMENTS: gl.constexpr, PADDING: gl.constexpr,
     DOCUMENT_IDS: gl.constexpr, DILATED: gl.constexpr,
 ):  # fmt: skip
-    """`q`, `k`, `v` and `out` are what `describe` makes; `total` is the number of tiles, `walked` that of the key
+    """`q`, `k`, `v` and `out` are what `describe` makes; `total` to `order` are a `Deal`, `walked` is the number of key
     blocks of a class, and steps lead from one class to the next."""
     ROW_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], q.dtype)
     KEY_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE_K, D], q.dtype)
@@ -405,7 +405,8 @@ def forward_kernel(
     masks = (rule_ids, rules, documents, branches, padding, document_ids)
     steps = (q_step, k_step, v_step)
     lists = (
-        indices, work, heads, group, num_blocks, lists_a_sample, heads_a_list, total, order, classes, walked, steps,
+        indices, work, heads, group, num_blocks, lists_a_sample, heads_a_list, (total, num_tiles, first, order),
+        classes, walked, steps,
     )  # fmt: skip
     numbers = (seq_q, seq_k, num_intervals, num_branches, scale)
     gl.warp_specialize([

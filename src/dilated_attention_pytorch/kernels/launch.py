@@ -18,7 +18,7 @@ from ..layout import BlockLayout
 from . import binding
 from .backward import dkv_kernel, dq_kernel, rows_kernel
 from .configs import FEW_ROWS, HOPPER_BACKWARD, HOPPER_FORWARD, Config, Configs, configs, for_rows, padded_dim
-from .dealing import seats
+from .dealing import Deal, deals
 from .forward import forward_kernel
 
 INTERPRETED = triton.knobs.runtime.interpret
@@ -261,18 +261,16 @@ class Call:
         layout = self.layout
         tile_k, q_ring, kv_ring = HOPPER_FORWARD[self.head_dim]
         tile_k = min(tile_k, layout.block_k)
-        num_tiles = layout.num_q_blocks * (layout.block_q // 128)
-        total = num_tiles * self.batch * self.heads
-        programs, order = seats(total, num_tiles, num_processors(self.q.device))
         described = self._described((self.q, self.k, self.v, out), (64, tile_k, tile_k, 64))
-        self._launch(
-            hopper_forward.forward_kernel, (programs,),
-            (*described, lse, *self._by_query(), *self.masks[:-1]),
-            (*self.sizes, layout.num_q_blocks, *self.list_sizes, total, order,
-             layout.num_k_blocks // layout.classes, *(x.stride(1) for x in (self.q, self.k, self.v)), self.units),
-            **self._hopper_flags(), TILE_K=tile_k, Q_RING=q_ring, KV_RING=kv_ring,
-            num_warps=4, maxnreg=168,
-        )  # fmt: skip
+        for programs, deal in self._deals(layout.num_q_blocks * (layout.block_q // 128), self.heads):
+            self._launch(
+                hopper_forward.forward_kernel, (programs,),
+                (*described, lse, *self._by_query(), *self.masks[:-1]),
+                (*self.sizes, layout.num_q_blocks, *self.list_sizes, *deal,
+                 layout.num_k_blocks // layout.classes, *(x.stride(1) for x in (self.q, self.k, self.v)), self.units),
+                **self._hopper_flags(), TILE_K=tile_k, Q_RING=q_ring, KV_RING=kv_ring,
+                num_warps=4, maxnreg=168,
+            )  # fmt: skip
 
     def _hopper_backward(self, do: Tensor, of_rows: Rows, dq: Tensor, dk: Tensor, dv: Tensor, *, of_keys: bool) -> None:
         layout = self.layout
@@ -286,19 +284,22 @@ class Call:
             lists, work = layout.by_query, layout.query_work
             num_blocks, walked = layout.num_q_blocks, layout.num_k_blocks
             num_tiles, heads = num_blocks * (layout.block_q // 128), self.heads
-        total = num_tiles * self.batch * heads
-        programs, order = seats(total, num_tiles, num_processors(self.q.device))
         of_q, of_k = (stream, 64) if of_keys else (64, stream)
         inputs = (self.q, self.k, self.v, do)
-        self._launch(
-            hopper_backward.backward_kernel, (programs,),
-            (*self._described(inputs, (of_q, of_k, of_k, of_q)), hopper_forward.describe_rows(of_rows[0], stream),
-             *of_rows[1:], dq, dk, dv, *lists.tensors(), work, *self.masks[:-1]),
-            (self.batch, *self.sizes, num_blocks, *self.list_sizes, total, order, walked // layout.classes,
-             *(x.stride(1) for x in inputs), self.units, self.scale),
-            **self._hopper_flags(), STREAM=stream, RING=ring, OWN_LISTS=self.own_lists, OF_KEYS=of_keys,
-            num_warps=4, maxnreg=168,
-        )  # fmt: skip
+        described = self._described(inputs, (of_q, of_k, of_k, of_q))
+        described.append(hopper_forward.describe_rows(of_rows[0], stream))
+        for programs, deal in self._deals(num_tiles, heads):
+            self._launch(
+                hopper_backward.backward_kernel, (programs,),
+                (*described, *of_rows[1:], dq, dk, dv, *lists.tensors(), work, *self.masks[:-1]),
+                (self.batch, *self.sizes, num_blocks, *self.list_sizes, *deal, walked // layout.classes,
+                 *(x.stride(1) for x in inputs), self.units, self.scale),
+                **self._hopper_flags(), STREAM=stream, RING=ring, OWN_LISTS=self.own_lists, OF_KEYS=of_keys,
+                num_warps=4, maxnreg=168,
+            )  # fmt: skip
+
+    def _deals(self, num_tiles: int, heads: int) -> tuple[tuple[int, Deal], ...]:
+        return deals(num_tiles, heads * self.batch, num_processors(self.q.device))
 
     def _described(self, tensors: Sequence[Tensor], rows: Sequence[int]) -> list[Any]:
         """For the Hopper kernels' copies of so many rows."""

@@ -263,12 +263,12 @@ class BlockLayout:
     @property
     def query_work(self) -> Tensor:
         """`BlockList.work` of the lists by query. Made when asked."""
-        return self._remembered("query_work", lambda: self.by_query.work(self.num_lists))
+        return self._remembered("query_work", lambda: self.by_query.work(self.num_lists, self.classes))
 
     @property
     def key_work(self) -> Tensor:
         """The same of the lists by key."""
-        return self._remembered("key_work", lambda: self.by_key.work(self.num_lists))
+        return self._remembered("key_work", lambda: self.by_key.work(self.num_lists, self.classes))
 
     def order(self, *, by_key: bool) -> None:
         """Make `query_work`, and `by_key` and `key_work`, unless they are there."""
@@ -557,7 +557,8 @@ class BlockLayout:
             tensors.append(self.query_work)
         if by_key:
             lists = self.by_key  # once: in a graph it is made each time
-            tensors += [*lists.tensors(), self._remembered("key_work", lambda: lists.work(self.num_lists))]
+            work = self._remembered("key_work", lambda: lists.work(self.num_lists, self.classes))
+            tensors += [*lists.tensors(), work]
         return tensors, [len(tensors), *sizes]
 
     @classmethod

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 HOST = torch.device("cpu")  # whatever the default device is
+NEAR = 512  # rows of a neighbourhood
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,13 +77,20 @@ class BlockList:
         """The same where all partial blocks share rule 0."""
         return BlockList(self.offsets, self.splits, self.indices, self.rule_ids[:0].clone())
 
-    def work(self, num_lists: int) -> Tensor:
+    def work(self, num_lists: int, classes: int = 1) -> Tensor:
         """int32 [rows, 4]: (row of its list, first entry, first partial entry, end) of each row, the longest of a list
-        first: who takes them in this order has no long row left at the end."""
+        first: who takes them in this order has no long row left at the end.
+
+        Of a long list rows near each other stay together, since they read much the same: those of a neighbourhood of
+        `NEAR` rows follow each other, the neighbourhood with the longest first.
+
+        Args:
+            classes: rows of a list are those of each class in turn, as `BlockLayout` has them.
+        """
         if self.num_rows >= 2**29:
             raise ValueError(f"a layout for a GPU must have fewer than {2**29} rows, got {self.num_rows}")
         work = _work_op if torch.compiler.is_compiling() else _work
-        return work(self.offsets, self.splits, num_lists)
+        return work(self.offsets, self.splits, num_lists, classes)
 
     def tensors(self) -> list[Tensor]:
         return [self.offsets, self.splits, self.indices, self.rule_ids]
@@ -127,9 +135,18 @@ def _row_of_entry(offsets: Tensor, capacity: int) -> Tensor:
     return torch.searchsorted(offsets[1:], place, right=True, out_int32=True)
 
 
-def _work(offsets: Tensor, splits: Tensor, num_lists: int) -> Tensor:
+def _work(offsets: Tensor, splits: Tensor, num_lists: int, classes: int) -> Tensor:
     rows = torch.stack((offsets[:-1], splits, offsets[1:]), dim=1).view(num_lists, -1, 3)
-    order = (rows[..., 2] - rows[..., 0]).argsort(dim=1, descending=True, stable=True)
+    length = rows[..., 2] - rows[..., 0]
+    order = length.argsort(dim=1, descending=True, stable=True)
+    num_rows = rows.shape[1]
+    if num_rows > NEAR:
+        of_class, at_once = num_rows // classes, max(1, NEAR // classes)
+        near = (torch.arange(num_rows, device=length.device) % of_class // at_once).expand_as(length)
+        num = -(-of_class // at_once)
+        longest = length.new_zeros(num_lists, num).scatter_reduce_(1, near, length, "amax")
+        rank = longest.gather(1, near) * num - near
+        order = order.gather(1, rank.gather(1, order).argsort(dim=1, descending=True, stable=True))
     ordered = rows.gather(1, order[..., None].expand_as(rows))
     return torch.cat((order[..., None].int(), ordered), dim=2).view(-1, 4)
 
@@ -154,5 +171,5 @@ def _(offsets, capacity):  # type: ignore[no-untyped-def]
 
 
 @_work_op.register_fake
-def _(offsets, splits, num_lists):  # type: ignore[no-untyped-def]
+def _(offsets, splits, num_lists, classes):  # type: ignore[no-untyped-def]
     return offsets.new_empty(splits.shape[0], 4)
