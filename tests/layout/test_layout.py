@@ -325,9 +325,9 @@ class DeviceOperations(TorchDispatchMode):
 
 # A launch costs the host some 15 µs; 1M tokens are attended to in 13 ms, and a layout may take a twentieth of that.
 ON_A_DEVICE = {
-    "window": (SlidingWindow(1279, 1279), 13),
-    "causal": (Causal(), 13),
-    "documents": (Documents((60000, 6536)) & SlidingWindow(1279, 0), 24),
+    "window": (SlidingWindow(1279, 1279), 11),
+    "causal": (Causal(), 11),
+    "documents": (Documents((60000, 6536)) & SlidingWindow(1279, 0), 22),
     "random": (RandomBlocks(20), 22),
     "dilated": (DilatedBlocks((4096, 16384, 65536), (1, 4, 16), 20 / 512), 37),
     "local": (LocalBlocks(2560, 2), 17),

@@ -239,7 +239,7 @@ def _of_branch(
     first, last = queries.first[rows], queries.last[rows]
     low, high = first.clamp(min=0) // segment, last // segment
     there = (last >= 0) & (first <= last)
-    which, at = ragged(low, torch.where(there, high - low + 1, 0), device)
+    _, which, at = ragged(low, torch.where(there, high - low + 1, 0), device)
     query_block = rows[which]
     phase = (at * segment + offset) % shared
     start = at * segment
@@ -255,7 +255,7 @@ def _of_branch(
     row = (start - residue + classes - 1) // classes
     last_row = (stop - 1 - residue) // classes
     block = row // keys.block
-    which, key_row = ragged(
+    _, which, key_row = ragged(
         block,
         torch.where(last_row >= row, last_row // keys.block - block + 1, 0),
         device,

@@ -130,18 +130,30 @@ def rule_table(intervals: list[Interval]) -> list[list[Interval]]:
 class Found:
     """Active blocks of a run of rows: `row` is 2r for a full block of row r and 2r + 1 for a partial one.
 
-    Where the blocks stand in this order, each of these rows ascending, `count` says how many each has, on the host.
+    Where the blocks stand in this order, `count` says it instead, on the host: for each row how many are full and how
+    many partial, which may be several runs of ascending columns; and `edges`, on the device, if it was made: where each
+    run starts.
     """
 
     column: Tensor
     row: Tensor | None = None
     count: Tensor | None = None
+    edges: Tensor | None = None
+
+    def listed(self) -> BlockList:
+        """Of blocks in their order."""
+        assert self.count is not None
+        edges = self.edges
+        if edges is None:
+            (edges,) = send((edges_of(self.count.flatten()),), self.column.device)
+        return BlockList.placed(self.column, edges, self.count.shape[1])
 
     def rows(self) -> Tensor:
-        if self.count is not None:
-            return _rows_of(self.count, self.column)
-        assert self.row is not None
-        return self.row
+        if self.count is None:
+            assert self.row is not None
+            return self.row
+        full, partial = self.count[:, 0].long(), self.count[:, 1:].sum(1)
+        return _rows_of(torch.stack((full, partial), dim=1).flatten(), self.column)
 
 
 def find_blocks(
@@ -169,10 +181,12 @@ def find_blocks(
     else:
         head = query_blocks.cpu() * block_q + (seq_k - seq_q)
     spans = [None if _whole(term, seq_k) else Span.of(term.interval, head, seq_k, blocks, starts) for term in terms]
-    counts = torch.zeros_like(head)
+    widths = [
+        _width(rule, ceil_div(seq_k, rule.block_size)) * (rule.block_size // block_k)
+        for term in terms for rule in term.rules
+    ]  # fmt: skip
+    counts = torch.full_like(head, sum(widths))
     for term, span in zip(terms, spans, strict=True):
-        for rule in term.rules:
-            counts += _width(rule, ceil_div(seq_k, rule.block_size)) * (rule.block_size // block_k)
         if span is not None and not term.rules:
             counts += span.stop - span.first
     for start, stop in _row_chunks(counts):
@@ -184,7 +198,7 @@ def find_blocks(
             else:
                 found.append(_of_span(here, device))
         if len(found) == 1 and named is None and found[0].count is not None:
-            yield BlockList.placed(found[0].column, found[0].count)
+            yield found[0].listed()
             continue
         keys, states = [], []
         for term, each in zip(terms, found, strict=True):
@@ -231,30 +245,33 @@ class Span:
         """Of rows whose first queries have the positions `head`, where documents start at `starts`."""
         block_q, block_k = blocks
         left, right, key_stop, query_stop, same_document = interval
+        head = head.int()  # half the work of eight bytes: positions and bounds are at most 2³⁰ each
         tail = (head + (block_q - 1)).clamp(max=seq_k - 1)
         all_see = query_stop >= seq_k
         last_seeing = tail if all_see else tail.clamp(max=query_stop - 1)
-        # The first keys that head and tail see, and the ends of those that the head and the last that sees any see.
+        # The first keys that head and tail see, and the last ones that the head and the last that sees any see.
         head_first, tail_first = ((x - left).clamp(min=0) for x in (head, tail))
-        head_stop, reach = ((x + (right + 1)).clamp(max=min(key_stop, seq_k)) for x in (head, last_seeing))
+        head_last, reach = ((x + right).clamp(max=min(key_stop, seq_k) - 1) for x in (head, last_seeing))
         if same_document:
             at_head, at_tail, at_last = (document_bounds(starts, x) for x in (head, tail, last_seeing))
             head_first, tail_first = torch.maximum(head_first, at_head[0]), torch.maximum(tail_first, at_tail[0])
-            head_stop, reach = torch.minimum(head_stop, at_head[1]), torch.minimum(reach, at_last[1])
-        unseen = reach <= head_first
+            head_last, reach = torch.minimum(head_last, at_head[1] - 1), torch.minimum(reach, at_last[1] - 1)
+        unseen = reach < head_first
         shift = block_k.bit_length() - 1  # a power of two, and dividing costs a CPU four times as much
-        first, stop_full = head_first >> shift, head_stop >> shift
+        first, stop_full = head_first >> shift, (head_last + 1) >> shift
         if not all_see:
             unseen |= last_seeing < head
             stop_full.masked_fill_(last_seeing < tail, 0)
         return cls(
             first=first,
-            stop=torch.where(unseen, first, (reach + (block_k - 1)) >> shift),
+            stop=torch.where(unseen, first, (reach + block_k) >> shift),
             first_full=(tail_first + (block_k - 1)) >> shift,
             stop_full=stop_full,
         )
 
     def rows(self, start: int, stop: int) -> Span:
+        if (start, stop) == (0, len(self.first)):
+            return self
         return Span(*(x[start:stop] for x in self.tensors()))
 
     def tensors(self) -> list[Tensor]:
@@ -269,19 +286,29 @@ def _whole(term: Term, seq_k: int) -> bool:
 
 def _row_chunks(counts: Tensor) -> list[tuple[int, int]]:
     """Runs of rows with about CHUNK candidates each; a single row may have more."""
+    if int(counts.sum()) <= CHUNK:
+        return [(0, len(counts))]
     total = counts.cumsum(0)
     marks = torch.arange(CHUNK, int(total[-1]) + CHUNK, CHUNK, device=HOST)
     edges = sorted({0, *(torch.searchsorted(total, marks, right=True)).tolist(), len(counts)})
     return list(pairwise(edges))
 
 
-def ragged(first: Tensor, count: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-    """first, first + 1, … (`count` of them), run after run, on a device: the number of the run, and the number."""
-    total = int(count.sum())
-    place = count.cumsum(0).sub_(count)
-    begin, count = send((torch.sub(first, place, out=place), count), device)
+def ragged(first: Tensor, count: Tensor, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """first, first + 1, … (`count` of them), run after run, on a device: where each run starts, and behind the last
+    one; for each number the run; and the number."""
+    edges = edges_of(count)
+    total = int(edges[-1])
+    begin, count, edges = send((first - edges[:-1], count, edges), device)
     which = torch.repeat_interleave(count, output_size=total)
-    return which, begin.index_select(0, which).add_(torch.arange(total, device=device))
+    return edges, which, begin.index_select(0, which).add_(torch.arange(total, dtype=begin.dtype, device=device))
+
+
+def edges_of(count: Tensor) -> Tensor:
+    """0, then how many the first has, the first two, and so on."""
+    edges = count.new_zeros(len(count) + 1)
+    torch.cumsum(count, 0, dtype=count.dtype, out=edges[1:])
+    return edges
 
 
 def _rows_of(count: Tensor, column: Tensor) -> Tensor:
@@ -292,12 +319,13 @@ def _rows_of(count: Tensor, column: Tensor) -> Tensor:
 
 def _of_span(span: Span, device: torch.device) -> Found:
     """The blocks of an interval: in each row the full ones, then those before and those behind them."""
-    full = (span.stop_full - span.first_full).clamp(min=0)
+    full = (span.stop_full - span.first_full).clamp_(min=0)
     first_full = span.first_full.clamp(span.first, span.stop)
-    before, behind = first_full - span.first, span.stop - first_full - full
-    first = torch.stack((first_full, span.first, first_full + full), dim=1).flatten()
-    _, column = ragged(first, torch.stack((full, before, behind), dim=1).flatten(), device)
-    return Found(column, count=torch.stack((full, before + behind), dim=1).flatten())
+    stop_full = first_full + full
+    first = torch.stack((first_full, span.first, stop_full), dim=1)
+    count = torch.stack((full, first_full - span.first, span.stop - stop_full), dim=1)
+    edges, _, column = ragged(first.flatten(), count.flatten(), device)
+    return Found(column, count=count, edges=edges)
 
 
 def _of_rules(
@@ -312,7 +340,7 @@ def _of_rules(
     lists = [_fine_blocks(rule, head, lengths, blocks, device) for rule in rules]
     if span is None and len(lists) == 1:
         column, count = lists[0]
-        return Found(column, count=torch.stack((count, torch.zeros_like(count)), dim=1).flatten())
+        return Found(column, count=count[:, None])
     num_columns = max(ceil_div(lengths[1], rule.block_size) * (rule.block_size // blocks[1]) for rule in rules)
     key = _all_of([_rows_of(count, column) * num_columns + column for column, count in lists])
     row, column = key // num_columns, key % num_columns
@@ -371,7 +399,7 @@ def _(rule: LocalBlocks, rows: Tensor, num_blocks: int, device: torch.device) ->
     first = (-(rows // rule.stride)).clamp(min=-back)
     last = ((num_blocks - 1 - rows) // rule.stride).clamp(max=forth)
     count = (last - first + 1).clamp(min=0)
-    which, step = ragged(first, count, device)
+    _, which, step = ragged(first, count, device)
     (rows,) = send((rows,), device)
     return rows[which] + step * rule.stride, count
 
@@ -412,7 +440,7 @@ def _(rule: Blocks, rows: Tensor, num_blocks: int, device: torch.device) -> tupl
     row, column = torch.tensor(pairs, dtype=torch.int64, device=HOST).reshape(-1, 2).T.contiguous()
     first = torch.searchsorted(row, rows)
     count = torch.searchsorted(row, rows, right=True) - first
-    _, place = ragged(first, count, rows.device)
+    _, _, place = ragged(first, count, rows.device)
     (column,) = send((column[place],), device)
     return column, count
 

@@ -39,12 +39,11 @@ class BlockList:
         return cls(*pack(row, column, partial, rule, num_rows))
 
     @classmethod
-    def placed(cls, column: Tensor, count: Tensor) -> BlockList:
-        """From entries in their places; `count`, on the host: of each row how many are full, and how many partial."""
-        place = torch.zeros(len(count) + 1, dtype=torch.int32, device=HOST)
-        torch.cumsum(count, 0, dtype=torch.int32, out=place[1:])
-        (place,) = send((place,), column.device)
-        return cls(place[::2].clone(), place[1::2].clone(), column.int(), place.new_empty(0))
+    def placed(cls, column: Tensor, edges: Tensor, runs: int) -> BlockList:
+        """From entries in their places: each row has so many runs of them, the first of full blocks, the others of
+        partial ones; `edges` says where each starts, and where the last one stops."""
+        offsets, splits = (edges[start::runs].to(torch.int32, copy=True) for start in (0, 1))
+        return cls(offsets, splits, column.int(), offsets.new_empty(0))
 
     @classmethod
     def concat(cls, lists: Iterable[BlockList]) -> BlockList:
