@@ -30,10 +30,10 @@ def _deal_kernel(taken, width, tiles, total, num_tiles, first, order):
         tl.store(base + 1 + turn, which * tiles + place)
 
 
-def dealt(heads, num_tiles, processors):
+def dealt(heads, num_tiles, processors, near=512):
     """For each launch the tiles of every program, and the one that each would ask for next."""
     launches = []
-    for programs, deal in deals(num_tiles, heads, processors):
+    for programs, deal in deals(num_tiles, near, heads, processors):
         taken = torch.full((programs, deal.total // programs * 3 + 9), -1)
         _deal_kernel[(programs,)](taken, taken.shape[1], num_tiles, *deal)
         rows = taken.tolist()
@@ -45,17 +45,16 @@ def dealt(heads, num_tiles, processors):
 def short_launches(monkeypatch):
     """Calls of few tiles are several launches too."""
     monkeypatch.setattr(dealing, "LEAST_TURNS", 2)
-    monkeypatch.setattr(dealing, "LEAST_TILES", 5)
     deals.cache_clear()
     yield
     deals.cache_clear()
 
 
 @pytest.mark.usefixtures("short_launches")
-@given(st.integers(1, 9), st.integers(1, 40), st.integers(1, 23))
+@given(st.integers(1, 9), st.integers(1, 40), st.integers(1, 23), st.integers(1, 9))
 @settings(max_examples=60)
-def test_every_tile_once(heads, num_tiles, processors):
-    launches, before = dealt(heads, num_tiles, processors), 0
+def test_every_tile_once(heads, num_tiles, processors, near):
+    launches, before = dealt(heads, num_tiles, processors, near), 0
     for taken, after in launches:
         assert len(taken) <= processors
         assert all(taken)
@@ -71,16 +70,16 @@ def test_every_tile_once(heads, num_tiles, processors):
     ("num_tiles", "heads", "tiles"),
     [
         (512, 8, [512]),
-        (1055, 8, [1055]),  # one launch has less than twice what it must have
-        (1056, 8, [528, 528]),  # 32 turns of 132 programs
-        (2000, 1, [2000]),
-        (9000, 1, [4224, 4776]),
+        (1023, 8, [1023]),  # less than twice what a launch must have
+        (1030, 8, [512, 518]),  # 31 turns of 132 programs
+        (4096, 1, [4096]),
+        (8000, 1, [3584, 4416]),
         (32, 4096, [32]),
         (2048, 256, [512, 512, 512, 512]),
     ],
 )
 def test_long_calls_are_several_launches(num_tiles, heads, tiles):
-    made = deals(num_tiles, heads, 132)
+    made = deals(num_tiles, 512, heads, 132)
     assert [deal.num_tiles for _, deal in made] == tiles
     assert all(deal.total == deal.num_tiles * heads for _, deal in made)
 

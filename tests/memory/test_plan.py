@@ -59,7 +59,6 @@ def test_a_plan_written_out():
         "dout": q,
         "dq": q,
         "dk, dv": 2 * k,
-        "dlse": rows,
         "triton workspace": 2 * 4 * 2 * 4 * 1024,
     }
     assert {item.name: item.bytes for item in plan.items} == {name: -(-n // 512) * 512 for name, n in want.items()}

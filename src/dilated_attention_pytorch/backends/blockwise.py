@@ -122,7 +122,7 @@ def _forward(call: _Call, units: list[_Unit], q: Tensor, out: Tensor, lse: Tenso
 
 def backward(
     do: Tensor,
-    dlse: Tensor,
+    dlse: Tensor | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -139,18 +139,22 @@ def backward(
     # one for each share, stay a small part of what the call holds anyway.
     heads = call.key_heads // HEADS_A_COPY if call.copied else call.key_heads
     shares = call.shares(max(1, min(heads, call.num_threads)))
-    workers.run([partial(_backward, share, (do, dlse, q, out, lse), (dq, dk, dv)) for share in shares])
+    workers.run([partial(_backward, share, (do, q, out, lse), dlse, (dq, dk, dv)) for share in shares])
     return dq, dk, dv
 
 
-def _backward(call: _Call, given: tuple[Tensor, ...], grads: tuple[Tensor, Tensor, Tensor]) -> None:
-    (do, dlse, q, out, lse), (dq, dk, dv), extras = given, grads, call.extras
+def _backward(
+    call: _Call, given: tuple[Tensor, ...], dlse: Tensor | None, grads: tuple[Tensor, Tensor, Tensor]
+) -> None:
+    (do, q, out, lse), (dq, dk, dv), extras = given, grads, call.extras
     for unit in (unit for units in call.stages() for unit in units):
         dkeys, dvalues = call.accumulator("dkeys", dk, unit), call.accumulator("dvalues", dv, unit)
         queries = call.load("queries", q, unit)
         grad = call.load("grad", do, unit)
         dqueries = call.load("dqueries", out, unit)
-        delta = dqueries.mul_(grad).sum(-1) - call.load_lse("dlse", dlse, unit)
+        delta = dqueries.mul_(grad).sum(-1)
+        if dlse is not None:
+            delta -= call.load_lse("dlse", dlse, unit)
         dqueries[call.empty_rows(unit)] = 0.0
         total = call.load_lse("total", lse, unit, behind=torch.inf)
         empty = total == -torch.inf

@@ -28,7 +28,7 @@ from .forward import LOG2E, VARYING, weights_of
 @triton.jit(do_not_specialize=["heads", "seq_q", "padded_q", "classes"])
 def rows_kernel(
     out, grad, dlse, lse, row_lse, delta, g_b, g_s, g_h, heads, seq_q, padded_q, classes,
-    D: tl.constexpr, PADDED_D: tl.constexpr, TILE: tl.constexpr, NATURAL: tl.constexpr,
+    D: tl.constexpr, PADDED_D: tl.constexpr, TILE: tl.constexpr, NATURAL: tl.constexpr, DLSE: tl.constexpr,
 ):  # fmt: skip
     """What the other kernels need of each row, for a tile of queries of one head: lse in their units, and delta.
 
@@ -44,7 +44,9 @@ def rows_kernel(
     outs = load_rows(out + (sample * seq_q * heads + head) * D, query, heads * D, real, D, PADDED_D)
     grads = load_rows(grad + sample * g_b + head.to(tl.int64) * g_h, query, g_s, real, D, PADDED_D)
     at = (sample * heads + head) * seq_q + query
-    value = tl.sum(outs.to(tl.float32) * grads.to(tl.float32), 1) - tl.load(dlse + at, mask=real, other=0.0)
+    value = tl.sum(outs.to(tl.float32) * grads.to(tl.float32), 1)
+    if DLSE:
+        value -= tl.load(dlse + at, mask=real, other=0.0)
     natural = tl.load(lse + at, mask=real, other=float("-inf"))
     empty = natural == float("-inf")
     at = (sample * heads + head) * padded_q + place

@@ -10,7 +10,7 @@ fill is dealt out one by one, and so is an odd head, from the last seat on.
 
 Nobody waits for anybody, and in thousands of turns programs drift apart, until what one reads has left the L2 cache
 before its neighbours come: 32M tokens took 13 % longer by the token than 64K. So long calls are several launches, each
-of a range of tiles of every head.
+of some neighbourhoods of rows (`BlockList.work`) of every head.
 """
 
 from functools import lru_cache
@@ -24,8 +24,7 @@ from ..layout.lists import HOST
 
 ONE_WAY, THERE_AND_BACK, IN_PAIRS = 0, 1, 2
 
-# What a launch has at least, of a call that is several: turns, so that its end weighs little, and tiles of a head.
-LEAST_TURNS, LEAST_TILES = 32, 512
+LEAST_TURNS = 24  # of a launch, where a call is several: its end, when not all are busy, should weigh little
 
 
 class Deal(NamedTuple):
@@ -38,13 +37,14 @@ class Deal(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def deals(num_tiles: int, heads: int, processors: int) -> tuple[tuple[int, Deal], ...]:
+def deals(num_tiles: int, near: int, heads: int, processors: int) -> tuple[tuple[int, Deal], ...]:
     """The launches of a call of so many tiles a head: how many programs each has, and what they take.
 
-    `heads` are those of all samples.
+    Args:
+        near: tiles of a neighbourhood.
+        heads: those of all samples.
     """
-    turns = max(LEAST_TURNS, -(-LEAST_TILES * heads // processors))
-    at_once = turns * processors // heads
+    at_once = -(-LEAST_TURNS * processors // (heads * near)) * near
     firsts = range(0, max(1, num_tiles // at_once) * at_once, at_once)
     stops = (*firsts[1:], num_tiles)
     return tuple(_seated(heads, stop - first, first, processors) for first, stop in zip(firsts, stops, strict=True))

@@ -15,6 +15,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..layout import BlockLayout
+from ..layout.lists import neighbourhood
 from . import binding
 from .backward import dkv_kernel, dq_kernel, rows_kernel
 from .configs import FEW_ROWS, HOPPER_BACKWARD, HOPPER_FORWARD, Config, Configs, configs, for_rows, padded_dim
@@ -65,7 +66,7 @@ def _replayed(replay: binding.Replay, q: Tensor, k: Tensor, v: Tensor) -> tuple[
 
 def backward(
     do: Tensor,
-    dlse: Tensor,
+    dlse: Tensor | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -75,7 +76,7 @@ def backward(
     extras: Extras,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv, as every backend gives them."""
-    given = (q, k, v, do, dlse, out, lse)
+    given = (q, k, v, do, out, lse) if dlse is None else (q, k, v, do, out, lse, dlse)
     key = _alike(extras, *given)
     known = layout.notes.get(key)
     if known:
@@ -196,18 +197,21 @@ class Call:
         )  # fmt: skip
         return out, lse
 
-    def backward(self, do: Tensor, dlse: Tensor, out: Tensor, lse: Tensor) -> tuple[Grads, Rows]:
+    def backward(self, do: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor) -> tuple[Grads, Rows]:
         """dq, dk and dv, and the numbers of rows that the kernels took."""
         q, k, v, layout, given = self.q, self.k, self.v, self.layout, (do, dlse, out, lse)
         do = rows(do)
-        out, lse, dlse = out.contiguous(), lse.contiguous(), dlse.contiguous()  # a ring gives parts of its own
+        out, lse = out.contiguous(), lse.contiguous()  # a ring gives parts of its own
+        dlse = None if dlse is None else dlse.contiguous()
         self.as_given &= all(map(operator.is_, given, (do, dlse, out, lse)))
         (dq, dk, dv), of_rows = _gradients(q, k, v, layout)
         padded_q, tile = of_rows[0].shape[-1], min(64, layout.block_q)
         self._launch(
-            rows_kernel, (padded_q // tile * self.batch * self.heads,), (out, do, dlse, lse, *of_rows[1:]),
+            rows_kernel, (padded_q // tile * self.batch * self.heads,),
+            (out, do, lse if dlse is None else dlse, lse, *of_rows[1:]),
             (*do.stride()[:3], self.heads, self.seq_q, padded_q, layout.classes),
             D=self.head_dim, PADDED_D=self.padded, TILE=tile, NATURAL=self.flags["NATURAL"],
+            DLSE=dlse is not None,
         )  # fmt: skip
         if self._on_hopper(layout.block_k, layout.block_q, q, k, v, do):
             self._hopper_backward(do, of_rows, dq, dk, dv, of_keys=True)
@@ -262,7 +266,7 @@ class Call:
         tile_k, q_ring, kv_ring = HOPPER_FORWARD[self.head_dim]
         tile_k = min(tile_k, layout.block_k)
         described = self._described((self.q, self.k, self.v, out), (64, tile_k, tile_k, 64))
-        for programs, deal in self._deals(layout.num_q_blocks * (layout.block_q // 128), self.heads):
+        for programs, deal in self._deals(layout.num_q_blocks, layout.block_q // 128, self.heads):
             self._launch(
                 hopper_forward.forward_kernel, (programs,),
                 (*described, lse, *self._by_query(), *self.masks[:-1]),
@@ -279,16 +283,16 @@ class Call:
         if of_keys:
             lists, work = layout.by_key, layout.key_work
             num_blocks, walked = layout.num_k_blocks, layout.num_q_blocks
-            num_tiles, heads = num_blocks * (layout.block_k // 128), self.heads_kv
+            tiles, heads = layout.block_k // 128, self.heads_kv
         else:
             lists, work = layout.by_query, layout.query_work
             num_blocks, walked = layout.num_q_blocks, layout.num_k_blocks
-            num_tiles, heads = num_blocks * (layout.block_q // 128), self.heads
+            tiles, heads = layout.block_q // 128, self.heads
         of_q, of_k = (stream, 64) if of_keys else (64, stream)
         inputs = (self.q, self.k, self.v, do)
         described = self._described(inputs, (of_q, of_k, of_k, of_q))
         described.append(hopper_forward.describe_rows(of_rows[0], stream))
-        for programs, deal in self._deals(num_tiles, heads):
+        for programs, deal in self._deals(num_blocks, tiles, heads):
             self._launch(
                 hopper_backward.backward_kernel, (programs,),
                 (*described, *of_rows[1:], dq, dk, dv, *lists.tensors(), work, *self.masks[:-1]),
@@ -298,8 +302,10 @@ class Call:
                 num_warps=4, maxnreg=168,
             )  # fmt: skip
 
-    def _deals(self, num_tiles: int, heads: int) -> tuple[tuple[int, Deal], ...]:
-        return deals(num_tiles, heads * self.batch, num_processors(self.q.device))
+    def _deals(self, rows: int, tiles: int, heads: int) -> tuple[tuple[int, Deal], ...]:
+        """Of rows of so many tiles each."""
+        near = neighbourhood(self.layout.classes)
+        return deals(rows * tiles, near * tiles, heads * self.batch, num_processors(self.q.device))
 
     def _described(self, tensors: Sequence[Tensor], rows: Sequence[int]) -> list[Any]:
         """For the Hopper kernels' copies of so many rows."""

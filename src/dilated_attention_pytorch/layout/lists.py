@@ -9,7 +9,12 @@ import torch
 from torch import Tensor
 
 HOST = torch.device("cpu")  # whatever the default device is
-NEAR = 512  # rows of a neighbourhood
+NEAR = 256  # rows of a neighbourhood, about
+
+
+def neighbourhood(classes: int) -> int:
+    """How many rows `BlockList.work` keeps together: as many of each class."""
+    return max(1, NEAR // classes) * classes
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,8 +85,8 @@ class BlockList:
         """int32 [rows, 4]: (row of its list, first entry, first partial entry, end) of each row, the longest of a list
         first: who takes them in this order has no long row left at the end.
 
-        Of a long list rows near each other stay together, since they read much the same: those of a neighbourhood of
-        `NEAR` rows follow each other, the neighbourhood with the longest first.
+        Of a long list rows near each other stay together, since they read much the same: those of a `neighbourhood`
+        follow each other, the one with the longest row first.
 
         Args:
             classes: rows of a list are those of each class in turn, as `BlockLayout` has them.
@@ -139,8 +144,8 @@ def _work(offsets: Tensor, splits: Tensor, num_lists: int, classes: int) -> Tens
     length = rows[..., 2] - rows[..., 0]
     order = length.argsort(dim=1, descending=True, stable=True)
     num_rows = rows.shape[1]
-    if num_rows > NEAR:
-        of_class, at_once = num_rows // classes, max(1, NEAR // classes)
+    if num_rows > neighbourhood(classes):
+        of_class, at_once = num_rows // classes, neighbourhood(classes) // classes
         near = (torch.arange(num_rows, device=length.device) % of_class // at_once).expand_as(length)
         num = -(-of_class // at_once)
         longest = length.new_zeros(num_lists, num).scatter_reduce_(1, near, length, "amax")

@@ -328,8 +328,6 @@ def attention_items(
             Item("dq", "gradients", shape.q, ("backward",)),
             Item("dk, dv", "gradients", 2 * shape.k, ("backward",)),
         ]
-        if backend in ("triton", "blockwise"):
-            items.append(Item("dlse", "gradients", shape.lse, ("backward",)))
     workspace = {"sdpa": _sdpa, "triton": _triton, "blockwise": _blockwise, "reference": _reference}[backend]
     forward, backward = workspace(shape, lists, device, training, threads)
     items.append(Item(f"{backend} workspace", "workspace", forward, ("forward",)))

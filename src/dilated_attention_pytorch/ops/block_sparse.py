@@ -271,14 +271,18 @@ class _Attention(torch.autograd.Function):
         masks = extras.key_padding_mask, extras.document_ids, extras.seed, extras.slopes
         ctx.save_for_backward(q, k, v, out, lse, *masks)
         ctx.layouts, ctx.extras, ctx.backend, ctx.source = layouts, extras, backend, active_source()
+        ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
-    def backward(ctx: Any, do: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, key_padding_mask, document_ids, seed, slopes = ctx.saved_tensors
         masks = {"key_padding_mask": key_padding_mask, "document_ids": document_ids, "seed": seed, "slopes": slopes}
+        if do is None:
+            do = torch.zeros_like(out)
         given, extras = (do, dlse, q, k, v, out, lse), ctx.extras._replace(**masks)
-        if torch.is_grad_enabled() or not nobody_looks_on(*given):  # the operator knows what to do then
+        seen = given if dlse is not None else (do, q, k, v, out, lse)
+        if torch.is_grad_enabled() or not nobody_looks_on(*seen):  # the operator knows what to do then
             layouts = _flattened(ctx.layouts, ctx.backend, training=True)
             return *_backward(*given, *layouts, *extras, ctx.backend.name), None, None, None
         with drawing_from(ctx.source):  # as the forward did, in whichever thread this is
@@ -287,7 +291,7 @@ class _Attention(torch.autograd.Function):
 
 def _gradients(
     do: Tensor,
-    dlse: Tensor,
+    dlse: Tensor | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -392,7 +396,7 @@ def _(q, k, v, layout, sizes, scale, key_padding_mask, document_ids, dropout_p, 
 @torch.library.custom_op("dilated_attention_pytorch::block_sparse_backward", mutates_args=())
 def _backward(
     do: Tensor,
-    dlse: Tensor,
+    dlse: Tensor | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,
