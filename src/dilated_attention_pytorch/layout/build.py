@@ -181,15 +181,7 @@ def find_blocks(
     else:
         head = query_blocks.cpu() * block_q + (seq_k - seq_q)
     spans = [None if _whole(term, seq_k) else Span.of(term.interval, head, seq_k, blocks, starts) for term in terms]
-    widths = [
-        _width(rule, ceil_div(seq_k, rule.block_size)) * (rule.block_size // block_k)
-        for term in terms for rule in term.rules
-    ]  # fmt: skip
-    counts = torch.full_like(head, sum(widths))
-    for term, span in zip(terms, spans, strict=True):
-        if span is not None and not term.rules:
-            counts += span.stop - span.first
-    for start, stop in _row_chunks(counts):
+    for start, stop in _row_chunks(terms, spans, len(head), seq_k, blocks):
         found = []
         for term, span in zip(terms, spans, strict=True):
             here = None if span is None else span.rows(start, stop)
@@ -284,13 +276,25 @@ def _whole(term: Term, seq_k: int) -> bool:
     return bool(sizes) and term.interval == EVERYTHING and not any(seq_k % size for size in sizes)
 
 
-def _row_chunks(counts: Tensor) -> list[tuple[int, int]]:
+def _row_chunks(
+    terms: list[Term], spans: list[Span | None], num_rows: int, seq_k: int, blocks: tuple[int, int]
+) -> list[tuple[int, int]]:
     """Runs of rows with about CHUNK candidates each; a single row may have more."""
-    if int(counts.sum()) <= CHUNK:
-        return [(0, len(counts))]
+    block_q, block_k = blocks
+    width = sum(
+        _width(rule, ceil_div(seq_k, rule.block_size)) * (rule.block_size // block_k)
+        for term in terms for rule in term.rules
+    )  # fmt: skip
+    alone = [(term.interval, span) for term, span in zip(terms, spans, strict=True) if span and not term.rules]
+    touched = (min(ceil_div(seq_k, block_k), (i.left + i.right + block_q) // block_k + 2) for i, _ in alone)
+    if num_rows * (width + sum(touched)) <= CHUNK:  # at most: then nobody need count
+        return [(0, num_rows)]
+    counts = torch.full((num_rows,), width, device=HOST)
+    for _, span in alone:
+        counts += span.stop - span.first
     total = counts.cumsum(0)
     marks = torch.arange(CHUNK, int(total[-1]) + CHUNK, CHUNK, device=HOST)
-    edges = sorted({0, *(torch.searchsorted(total, marks, right=True)).tolist(), len(counts)})
+    edges = sorted({0, *(torch.searchsorted(total, marks, right=True)).tolist(), num_rows})
     return list(pairwise(edges))
 
 
