@@ -356,7 +356,7 @@ def layouts(args: argparse.Namespace) -> list[dict[str, Any]]:
             layout = build()
             attend = partial(block_sparse_attention, q, k, v, layout)
             attend()
-            host = min(_host_seconds(build) for _ in range(5))
+            host = min(_host_seconds(build) for _ in range(20))
             forward = min(gpu_seconds(attend) for _ in range(3))
             rows.append({"name": name, "tokens": tokens, "build_ms": host * 1e3, "forward_ms": forward * 1e3})
             if tokens == 2**17 and name == "window":
