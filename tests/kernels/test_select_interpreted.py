@@ -1,6 +1,7 @@
 """Choosing blocks by the kernels, in Triton's interpreter: the same as by the operators that define it."""
 
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -101,16 +102,17 @@ def test_strided_inputs():
     st.sampled_from([(16, 16), (64, 16), (32, 128)]),
     st.sampled_from([*SELECTORS, SharedBudget(1.0), SharedBudget(0.001), TopK(0.2, across_heads=True)]),
     st.booleans(), st.sampled_from([1, 2, 3]), st.sampled_from(["different", "tied", "nothing", "nan"]),
-    st.integers(0, 2**31),
+    st.integers(0, 2**31), st.sampled_from([1, 4, 256]),
 )  # fmt: skip
-def test_lists(sizes, blocks, selector, is_causal, lists, kind, seed):
+def test_lists(sizes, blocks, selector, is_causal, lists, kind, seed, near):
     """Given the masses, exactly the lists that the operators make; where masses tie, of the first blocks."""
     torch.manual_seed(seed)
     grid = select.grid_of(sizes, blocks, is_causal, 1, 1, torch.device("cpu"))
     masses = torch.rand(2, lists, *grid.visible.shape)
     masses = {"different": masses, "tied": (masses * 3).round(), "nothing": masses * 0, "nan": masses * 0}[kind]
     given = masses / masses if kind == "nan" else masses
-    assert_first_kept(selector, masses, given, grid)
+    with patch("dilated_attention_pytorch.layout.lists.NEAR", near):
+        assert_first_kept(selector, masses, given, grid)
 
 
 @pytest.mark.parametrize("selector", SELECTORS, ids=repr)

@@ -309,6 +309,18 @@ def test_rows_near_each_other_stay_together_in_long_lists(monkeypatch):
     assert by_class[:, 0].tolist() == [8, 3, 2, 9, 5, 10, 4, 11, 1, 0, 6, 7]
 
 
+def test_a_row_of_very_many_blocks_comes_first():
+    """Here rows of a list times neighbourhoods are beyond 32 bits."""
+    lengths = torch.ones(2**20, dtype=torch.int32)
+    lengths[-1] = 2**20
+    stop = lengths.cumsum(0, dtype=torch.int32)
+    lists = BlockList(torch.cat((stop[:1] * 0, stop)), stop - lengths, stop[:0], stop[:0])
+    work = lists.work(1)
+    assert work[0].tolist() == [2**20 - 1, 2**20 - 1, 2**20 - 1, 2**21 - 1]
+    assert work[1:256, 0].tolist() == list(range(2**20 - 256, 2**20 - 1))
+    assert work[256:, 0].tolist() == list(range(2**20 - 256))
+
+
 class DeviceOperations(TorchDispatchMode):
     """Counts the operations that have to do with a device other than the CPU."""
 

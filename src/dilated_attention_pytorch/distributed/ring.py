@@ -412,17 +412,19 @@ class _Ring(torch.autograd.Function):
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.rest, ctx.source = (plan, group, extras, backend), active_source()
+        ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, do: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         with drawing_from(ctx.source):
             return _Ring._gradients(ctx, do, dlse)
 
     @staticmethod
-    def _gradients(ctx: Any, do: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
+    def _gradients(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
+        do = torch.zeros_like(out) if do is None else do
         plan, group, extras, backend = ctx.rest
         dq, dk, dv = (x.new_zeros(x.shape, dtype=compute_dtype(x.dtype)) for x in (q, k, v))
         returning: tuple[Step, Pending] | None = None
@@ -443,7 +445,7 @@ class _Ring(torch.autograd.Function):
                 keys, values, of_part = _of_part(part, stored, extras)
                 part_dq, *part_dkv = backend.backward(
                     do[:, own],
-                    dlse[:, :, own],
+                    None if dlse is None else dlse[:, :, own],
                     q[:, own],
                     keys,
                     values,

@@ -16,7 +16,7 @@ try:
 except ImportError:  # a Triton for other devices, which runs the kernels in its interpreter at most
     driver = None
 
-MOST = 4096  # launches remembered; then all are forgotten
+MOST = 1 << 14  # launches remembered; then all are forgotten
 MOST_ADDRESSES = 64  # of one tensor of a call, whose descriptions are remembered
 # How Triton 3.6 calls its launcher in C: the grid, the stream, the function, ...; the kernel's arguments behind that.
 _KNOWN_LAUNCHER = "iiiKKppOOOOOO"

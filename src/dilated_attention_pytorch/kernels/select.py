@@ -23,6 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..layout import BlockList
+from ..layout.lists import neighbourhood
 from ..patterns.blocks import ceil_div
 from .binding import Launched, launch, like, repeat
 from .common import load_rows
@@ -339,11 +340,24 @@ def offsets_kernel(
             done += tl.sum(kept, 0)
 
 
+@triton.jit
+def lengths_near(offsets, start, num_q, NEAR: tl.constexpr):
+    """How many blocks the rows of a neighbourhood have, −1 where there is no row, and whether there is one."""
+    row = start + tl.arange(0, NEAR)
+    there = row < num_q
+    stop = tl.load(offsets + row + 1, mask=there, other=-1)
+    return stop - tl.load(offsets + row, mask=there, other=0), there
+
+
 @triton.jit(do_not_specialize=["num_rows", "num_q", "num_k"])
 def lists_kernel(
-    masses, forced, ends, last_full, found, offsets, splits, indices, work, num_rows, num_q, num_k, TILE: tl.constexpr
-):
-    """The list of one row, and its place among those of its head, the longest first: `BlockList`, `BlockList.work`."""
+    masses, forced, ends, last_full, found, offsets, splits, indices, work, num_rows, num_q, num_k,
+    TILE: tl.constexpr, NEAR: tl.constexpr,
+):  # fmt: skip
+    """The list of one row, and its place in the order of work of its head: `BlockList`, `BlockList.work`.
+
+    NEAR rows are a neighbourhood, and a power of two.
+    """
     row = tl.program_id(0)
     query = row % num_q
     threshold, allowed = tl.load(found + row), tl.load(found + 2 * num_rows + row)
@@ -360,15 +374,17 @@ def lists_kernel(
         place += tl.sum(kept, 0)
         split += tl.sum(tl.where(column <= full_up_to, kept, 0), 0)
     tl.store(splits + row, split)
-    longer = row * 0
-    for start in range(0, num_q, TILE):
-        other = start + lane
-        at = offsets + row - query + other
-        there = other < num_q
-        length = tl.load(at + 1, mask=there, other=0) - tl.load(at, mask=there, other=0)
-        earlier = (length > stop - begin) | ((length == stop - begin) & (other < query))
-        longer += tl.sum((earlier & there).to(tl.int32), 0)
-    at = work + (row - query + longer) * 4
+    first_row, near = row - query, query // NEAR * NEAR
+    lengths, there = lengths_near(offsets + first_row, near, num_q, NEAR)
+    longest, other = tl.max(lengths, 0), near + tl.arange(0, NEAR)
+    earlier = (lengths > stop - begin) | ((lengths == stop - begin) & (other < query))
+    before = tl.sum((earlier & there).to(tl.int32), 0)
+    for start in range(0, num_q, NEAR):
+        lengths, there = lengths_near(offsets + first_row, start, num_q, NEAR)
+        its_longest = tl.max(lengths, 0)
+        if (its_longest > longest) | ((its_longest == longest) & (start < near)):
+            before += tl.minimum(num_q - start, NEAR)
+    at = work + (first_row + before) * 4
     tl.store(at, query)
     tl.store(at + 1, begin)
     tl.store(at + 2, split)
@@ -492,7 +508,7 @@ def lists(
         listed = launch(
             lists_kernel, (num_rows,),
             (masses, forced, ends, last_full, found, offsets, splits, indices, work), (num_rows, num_q, num_k),
-            TILE=256, num_warps=2,
+            TILE=256, NEAR=neighbourhood(1), num_warps=2,
         )  # fmt: skip
         return [*chosen, placed, listed]
 

@@ -481,7 +481,11 @@ def _(rule: DilatedBlocks, rows: Tensor, num_blocks: int, device: torch.device) 
     stale = torch.empty_like(again).scatter_(1, order.indices, again) | dry.flatten(1)
     spent = (~stale).cumsum(1) > budget
     column = offer.masked_fill_(stale | spent, num_blocks).sort(dim=1).values
-    if not rule.causal and any((num_blocks % w or w) // r >= budget for w, r in rule.branches) and rows[0] >= 0:
+    if (
+        not rule.causal
+        and any((num_blocks % w or w) // r >= budget for w, r in rule.branches)
+        and (rows[:1] >= 0).all()
+    ):
         # Even in the shortest segment one branch alone spends the budget.
         return column[:, :budget].int().flatten(), torch.full_like(rows, budget)
     kept = column < num_blocks

@@ -149,7 +149,7 @@ def _work(offsets: Tensor, splits: Tensor, num_lists: int, classes: int) -> Tens
         near = (torch.arange(num_rows, device=length.device) % of_class // at_once).expand_as(length)
         num = -(-of_class // at_once)
         longest = length.new_zeros(num_lists, num).scatter_reduce_(1, near, length, "amax")
-        rank = longest.gather(1, near) * num - near
+        rank = longest.gather(1, near).long() * num - near
         order = order.gather(1, rank.gather(1, order).argsort(dim=1, descending=True, stable=True))
     ordered = rows.gather(1, order[..., None].expand_as(rows))
     return torch.cat((order[..., None].int(), ordered), dim=2).view(-1, 4)
