@@ -10,6 +10,8 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+from dilated_attention_pytorch.backends import blockwise
+
 # The suite runs a process a core; more threads would only wait for each other.
 torch.set_num_threads(1)
 
@@ -33,6 +35,7 @@ def pytest_report_header():
 @pytest.fixture(autouse=True)
 def poisoned_memory():
     """`torch.empty` holds NaN: a row that nobody wrote is seen at once. Nondeterministic operators raise."""
+    blockwise.Scratch.idle.clear()
     torch.use_deterministic_algorithms(True)
     assert torch.utils.deterministic.fill_uninitialized_memory
     assert torch.empty(4).isnan().all()

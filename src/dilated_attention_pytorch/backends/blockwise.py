@@ -17,9 +17,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -39,6 +41,7 @@ TILE_SCORES = 1 << 20  # scores in one tile: they should stay in the cache
 RANGE_COPIED = 1 << 20  # elements of the query rows of a unit where key heads come one after the other
 RANGE_DIRECT = 1 << 19  # and where they are innermost
 SHARED_OUT = 1 << 26  # scores a sample from which on threads work apart: below it, PyTorch's own are quicker to start
+LEFT = 1 << 26  # bytes that calls on a CPU leave to the next, at most
 HEADS_A_COPY = 4  # key heads for each copy of one that is held at a time
 REUSE = 2  # uses of a key block above which copying it first pays
 ACCELERATOR = 32  # how many times larger tiles and ranges are where there is no cache to stay in but a launch to pay
@@ -51,27 +54,45 @@ def can_run(request: Request) -> tuple[bool, str]:
 class Scratch:
     """Named buffers that one call uses again and again: fresh memory costs page faults, more than the arithmetic.
 
-    They are drawn from `memory.active_source()` where there is one, and are free again when the call has ended.
+    They are drawn from `memory.active_source()` where there is one, and are free again when the call has ended. Without
+    one, a call on a CPU leaves its buffers to the next, `LEFT` bytes of them at most.
     """
+
+    idle: ClassVar[list[dict[str, Tensor]]] = []  # of calls that have ended
 
     def __init__(self, like: Tensor) -> None:
         self._like = like
-        self._buffers: dict[str, Tensor] = {}
+        self._dtype = compute_dtype(like.dtype)
         self._source = active_source()
+        self._buffers: dict[str, Tensor] = {}
+        if self._lasts:
+            with suppress(IndexError):  # there is none
+                self._buffers = self.idle.pop()
 
     def __call__(self, name: str, *shape: int) -> Tensor:
         """An uninitialised buffer in the compute dtype; what had this name before is overwritten."""
         size = math.prod(shape)
         held = self._buffers.get(name)
-        if held is None or held.numel() < size:
+        if held is None or held.numel() < size or held.dtype != self._dtype:
             held = self._buffers[name] = self._new(name, size)
         return held[:size].view(shape)
 
+    def end(self) -> None:
+        """The call has ended."""
+        sets = [*self.idle, self._buffers]
+        if self._lasts and sum(held.nbytes for buffers in sets for held in buffers.values()) <= LEFT:
+            self.idle.append(self._buffers)
+        self._buffers = {}
+
+    @property
+    def _lasts(self) -> bool:
+        return self._source is None and self._like.device.type == "cpu"
+
     def _new(self, name: str, size: int) -> Tensor:
-        dtype = compute_dtype(self._like.dtype)
         if self._source is None:
-            return self._like.new_empty(size, dtype=dtype)
-        return self._source.buffer(name, size, dtype, self._like.device)
+            with torch.inference_mode(False):  # another call may be in another mode
+                return self._like.new_empty(size, dtype=self._dtype)
+        return self._source.buffer(name, size, self._dtype, self._like.device)
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, extras: Extras) -> tuple[Tensor, Tensor]:
@@ -82,6 +103,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, extras: Extras
     for units in call.stages(shared_by=len(shares)):
         parts = _dealt_out(units, len(shares))
         workers.run([partial(_forward, *both, q, out, lse) for both in zip(shares, parts, strict=True)])
+    call.end(shares)
     return out, lse
 
 
@@ -140,6 +162,7 @@ def backward(
     heads = call.key_heads // HEADS_A_COPY if call.copied else call.key_heads
     shares = call.shares(max(1, min(heads, call.num_threads)))
     workers.run([partial(_backward, share, (do, q, out, lse), dlse, (dq, dk, dv)) for share in shares])
+    call.end(shares)
     return dq, dk, dv
 
 
@@ -284,6 +307,10 @@ class _Call:
             shares.append(share)
         self.enlarge /= num
         return shares
+
+    def end(self, shares: list[_Call]) -> None:
+        for call in (self, *shares):
+            call.scratch.end()
 
     def stages(self, shared_by: int = 1) -> Iterator[list[_Unit]]:
         """Units that can run side by side, stage after stage; those of a stage are enough for all who share them."""
