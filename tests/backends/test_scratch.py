@@ -19,7 +19,7 @@ def make_case(seq, dtype=torch.float32):
 
 
 def held():
-    return {(name, buffer.data_ptr()) for buffers in Scratch.idle for name, buffer in buffers.items()}
+    return {(name, buffer.data_ptr()) for _, buffers in Scratch.idle for name, buffer in buffers.items()}
 
 
 def test_a_call_takes_what_the_one_before_left():
@@ -38,13 +38,13 @@ def test_what_is_left_serves_other_lengths_types_and_modes():
             x = torch.randn(1, seq, 2, 16).to(dtype)
             block_sparse_attention(x, x, x, case.layout, backend="blockwise")
         assert_exact(case, "blockwise")
-    assert not any(buffer.is_inference() for buffers in Scratch.idle for buffer in buffers.values())
+    assert not any(buffer.is_inference() for _, buffers in Scratch.idle for buffer in buffers.values())
 
 
 def test_not_more_than_so_much_is_left(monkeypatch):
     monkeypatch.setattr(blockwise, "LEFT", 10_000)
     assert_exact(make_case(300), "blockwise")
-    assert sum(buffer.nbytes for buffers in Scratch.idle for buffer in buffers.values()) <= 10_000
+    assert sum(buffer.nbytes for _, buffers in Scratch.idle for buffer in buffers.values()) <= 10_000
 
 
 def test_a_call_that_failed_leaves_nothing(monkeypatch):
@@ -67,5 +67,5 @@ def test_calls_of_several_threads_do_not_share():
         for _ in range(5):
             for got, want in zip(pool.map(attend, cases), alone, strict=True):
                 assert torch.equal(got, want)
-    ids = [id(buffer) for buffers in Scratch.idle for buffer in buffers.values()]
+    ids = [id(buffer) for _, buffers in Scratch.idle for buffer in buffers.values()]
     assert len(ids) == len(set(ids))

@@ -58,7 +58,7 @@ class Scratch:
     one, a call on a CPU leaves its buffers to the next, `LEFT` bytes of them at most.
     """
 
-    idle: ClassVar[list[dict[str, Tensor]]] = []  # of calls that have ended
+    idle: ClassVar[list[tuple[int, dict[str, Tensor]]]] = []  # of calls that have ended: bytes and buffers
 
     def __init__(self, like: Tensor) -> None:
         self._like = like
@@ -67,7 +67,7 @@ class Scratch:
         self._buffers: dict[str, Tensor] = {}
         if self._lasts:
             with suppress(IndexError):  # there is none
-                self._buffers = self.idle.pop()
+                _, self._buffers = self.idle.pop()
 
     def __call__(self, name: str, *shape: int) -> Tensor:
         """An uninitialised buffer in the compute dtype; what had this name before is overwritten."""
@@ -79,9 +79,9 @@ class Scratch:
 
     def end(self) -> None:
         """The call has ended."""
-        sets = [*self.idle, self._buffers]
-        if self._lasts and sum(held.nbytes for buffers in sets for held in buffers.values()) <= LEFT:
-            self.idle.append(self._buffers)
+        size = sum(held.nbytes for held in self._buffers.values())
+        if self._lasts and size + sum(idle for idle, _ in [*self.idle]) <= LEFT:
+            self.idle.append((size, self._buffers))
         self._buffers = {}
 
     @property
