@@ -6,8 +6,11 @@ the scores of a block are on the matrix units while the weights of the one befor
 next tile while the tile before is written out.
 
 Barriers: `*_ready` says that a buffer is filled, `*_empty` that both warpgroups have done with it. Their phase is the
-parity of the turn: how often the ring went round, counted over all tiles. `go` lets the warpgroups, where that helps,
-hand their products to the matrix units in turns, so that one computes weights while the other multiplies.
+parity of the turn: how often the ring went round, counted over all tiles. `go` lets the warpgroups hand their products
+to the matrix units in turns, so that one computes weights while the other multiplies.
+
+With two warps on a scheduler what counts is how long each takes from block to block: no product, no exponential is the
+limit. Hence the care for the order of things, which `benchmarks/results/gpu_steps.txt` has the numbers of.
 """
 
 from collections.abc import Sequence
@@ -191,10 +194,11 @@ def _compute(
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, MIXED, 2)
     PER: gl.constexpr = BLOCK_K // TILE_K
     HIDES: gl.constexpr = PADDING or DOCUMENT_IDS
-    BOUNDED: gl.constexpr = SINGLE and not NAMED  # a query sees the keys from `first` to `last`, whatever the block
-    # Where heads are small turns cost more at partial blocks than they gain at full ones (but not in dilated layouts).
-    TURNS: gl.constexpr = D > 64 or DILATED > 0
+    BOUNDED: gl.constexpr = SINGLE and not NAMED  # a query sees `reach` keys after `first` too, whatever the block
     dtype: gl.constexpr = q_buffers.dtype
+    # As what weights wait for their turn: ptxas keeps rounded ones with their pairs the wrong way round, and to turn
+    # them takes 32 instructions a block. Large heads leave no registers for more.
+    KEPT: gl.constexpr = gl.float32 if D <= 64 else dtype
     no_scores = gl.zeros([ROWS, TILE_K], gl.float32, SCORES)
     lane = gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
     key_lane = gl.arange(0, TILE_K, gl.SliceLayout(0, SCORES))
@@ -217,16 +221,15 @@ def _compute(
         row = token_of(query_from + WHO * ROWS + lane, residue, classes, DILATED)
         query = gl.expand_dims(row, 1)
         which = list_of(sample, head, lists_a_sample, heads_a_list)
-        first, last = query, query
+        first, reach = query, query
         if BOUNDED:
             first, last = key_bounds(query, 0, 0, rules, documents, num_intervals, seq_q, seq_k, DOCUMENTS)
-            if DILATED:
-                # As `_hide` wants it: how far the last one is from the first, which no key reaches if there is none.
-                first = gl.where(last < first, 2147483647, first)
-                last = gl.maximum(last - first, 0)
+            first = gl.where(last < first, 2147483647, first)  # no key gets there
+            reach = gl.maximum(last - first, 0)
         num_full = (split - start) * PER
         num = gl.maximum((stop - start) * PER, 1)  # a row without keys has one block, of which it sees nothing
 
+        block = gl.load(indices + start, mask=start < stop, other=0)
         times, raised = 1, 0.0
         if DILATED:
             times = gl.load(rule_ids + start, mask=start < stop, other=1)
@@ -236,18 +239,17 @@ def _compute(
         if FLIP:
             scores = -scores
         if HIDES or num_full == 0:
+            key = _keys(block, 0, key_lane, walked, classes, BLOCK_K, TILE_K, DILATED)
             scores = _hide(
-                scores, query, first, last,
-                gl.expand_dims(_keys(indices, start, stop, 0, key_lane, walked, classes, BLOCK_K, TILE_K, DILATED), 0),
-                start, split, stop, sample, which, times, scale,
+                scores, query, first, reach, key, start, split, stop, sample, which, times, scale,
                 rule_ids, rules, documents, branches, padding, document_ids, num_intervals, num_branches, seq_q, seq_k,
                 True, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS, DILATED,
             )  # fmt: skip
-        top = gl.max(scores, 1) * scale
+        top = row_max(scores) * scale
         base = gl.where(top == float("-inf"), 0.0, top)
         weights = gl.exp2(scores * scale - gl.expand_dims(base - raised, 1))
         sums = gl.sum(weights, 1)
-        operand = gl.convert_layout(weights.to(dtype), WEIGHTS)
+        weights = weights.to(KEPT)
         if turn > 0:  # by now the tile before has left its buffer
             tma.store_wait(0)
             mbarrier.arrive(q_empty.index((turn - 1) % Q_RING), count=1)
@@ -255,39 +257,43 @@ def _compute(
         for MASKED in gl.static_range(2):
             if MASKED:
                 begin, end = gl.maximum(num_full, 1), num
+                # The same queries, by an address that does not look the same (no list ends before it starts): else
+                # ptxas reads here what it has computed before the loop over full blocks, even where there are none.
+                q = q_buffers.index(turn % Q_RING * 2 + WHO + (start > stop).to(gl.int32))
             else:
                 begin, end = 1, num_full
             for i in range(begin, end):
                 here, before = step + i, step + i - 1
                 if MASKED or HIDES:  # asked for now, read when the scores are there
-                    key = gl.expand_dims(
-                        _keys(indices, start, stop, i, key_lane, walked, classes, BLOCK_K, TILE_K, DILATED), 0
-                    )
+                    block = gl.load(indices + start + i // PER)
                 if DILATED:
                     times = gl.load(rule_ids + start + i // PER)
                 place, place_before = here % KV_RING, before % KV_RING
                 mbarrier.wait(k_ready.index(place), here // KV_RING & 1)
-                if TURNS:
-                    mbarrier.wait(go.index(WHO), (issued & 1) ^ (1 - WHO))
+                mbarrier.wait(go.index(WHO), (issued & 1) ^ (1 - WHO))
                 of_scores = warpgroup_mma(
                     q, k_buffers.index(place).permute((1, 0)), no_scores, use_acc=False, is_async=True
                 )
+                operand = gl.convert_layout(weights.to(dtype), WEIGHTS)
                 mbarrier.wait(v_ready.index(place_before), before // KV_RING & 1)
                 of_mixed = warpgroup_mma(operand, v_buffers.index(place_before), mixed, is_async=True)
-                if TURNS:
-                    mbarrier.arrive(go.index(1 - WHO), count=1)
-                    issued += 1
+                mbarrier.arrive(go.index(1 - WHO), count=1)
+                issued += 1
                 scores = warpgroup_mma_wait(1, deps=[of_scores])
                 mbarrier.arrive(k_empty.index(place), count=1)
                 if FLIP:
                     scores = -scores
-                if MASKED or HIDES:
-                    scores = _hide(
-                        scores, query, first, last, key, start + i // PER, split, stop, sample, which, times, scale,
-                        rule_ids, rules, documents, branches, padding, document_ids, num_intervals, num_branches,
-                        seq_q, seq_k, not MASKED, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS, DILATED,
-                    )  # fmt: skip
-                new_top = gl.maximum(top, gl.max(scores, 1) * scale)
+                if MASKED or HIDES:  # noqa: SIM102
+                    # Always so; but what is behind a branch is not computed early, to be kept until it is needed.
+                    if start < stop:
+                        key = _keys(block, i, key_lane, walked, classes, BLOCK_K, TILE_K, DILATED)
+                        scores = _hide(
+                            scores, query, first, reach, key, start + i // PER, split, stop, sample, which, times,
+                            scale, rule_ids, rules, documents, branches, padding, document_ids,
+                            num_intervals, num_branches, seq_q, seq_k,
+                            not MASKED, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS, DILATED,
+                        )  # fmt: skip
+                new_top = gl.maximum(top, row_max(scores) * scale)
                 base = new_top
                 if MASKED or HIDES:
                     base = gl.where(new_top == float("-inf"), 0.0, new_top)
@@ -299,14 +305,14 @@ def _compute(
                 top = new_top
                 mixed, operand = warpgroup_mma_wait(0, deps=[of_mixed, operand])
                 mbarrier.arrive(v_empty.index(place_before), count=1)
-                operand = gl.convert_layout(weights.to(dtype), WEIGHTS)
+                weights = weights.to(KEPT)
                 mixed = mixed * gl.expand_dims(gl.convert_layout(shrink, gl.SliceLayout(1, MIXED)), 1)
 
         last = step + num - 1
         step += num
+        operand = gl.convert_layout(weights.to(dtype), WEIGHTS)
         mbarrier.wait(v_ready.index(last % KV_RING), last // KV_RING & 1)
-        if TURNS:
-            mbarrier.wait(go.index(WHO), (issued & 1) ^ (1 - WHO))
+        mbarrier.wait(go.index(WHO), (issued & 1) ^ (1 - WHO))
         of_mixed = warpgroup_mma(operand, v_buffers.index(last % KV_RING), mixed, is_async=True)
         next_turn = turn + 1
         if next_turn < turns:
@@ -317,9 +323,8 @@ def _compute(
             q_buffers.index(next_turn % Q_RING * 2 + WHO), k_buffers.index(step % KV_RING).permute((1, 0)), no_scores,
             use_acc=False, is_async=True,
         )  # fmt: skip
-        if TURNS:
-            mbarrier.arrive(go.index(1 - WHO), count=1)
-            issued += 1
+        mbarrier.arrive(go.index(1 - WHO), count=1)
+        issued += 1
         mixed = warpgroup_mma_wait(1, deps=[of_mixed])
         mbarrier.arrive(v_empty.index(last % KV_RING), count=1)
 
@@ -338,30 +343,33 @@ def _compute(
 
 
 @gluon.jit
-def _keys(
-    indices, start, stop, i, lane, walked, classes, BLOCK_K: gl.constexpr, TILE_K: gl.constexpr, DILATED: gl.constexpr
-):
-    """The keys of tile `i` of a list."""
-    PER: gl.constexpr = BLOCK_K // TILE_K
-    entry = start + i // PER
-    block = gl.load(indices + entry, mask=entry < stop, other=0)
+def row_max(x):
+    """The largest of each row; halves against each other first: one long chain of maxima would wait for itself."""
+    wide = x
+    for _ in gl.static_range(3):
+        left, right = gl.split(gl.permute(gl.reshape(wide, [wide.shape[0], 2, wide.shape[1] // 2]), (0, 2, 1)))
+        wide = gl.maximum(left, right)
+    return gl.convert_layout(gl.max(wide, 1), gl.SliceLayout(1, x.type.layout), assert_trivial=True)
+
+
+@gluon.jit
+def _keys(block, i, lane, walked, classes, BLOCK_K: gl.constexpr, TILE_K: gl.constexpr, DILATED: gl.constexpr):
+    """The keys of tile `i` of a list, a part of this block."""
     residue, row = in_class(block, walked, DILATED)
-    return token_of(row * BLOCK_K + i % PER * TILE_K + lane, residue, classes, DILATED)
+    first = row * BLOCK_K + i % (BLOCK_K // TILE_K) * TILE_K
+    return gl.expand_dims(token_of(first + lane, residue, classes, DILATED), 0)
 
 
 @gluon.jit
 def _hide(
-    scores, query, first, last, key, entry, split, stop, sample, which, times, scale,
+    scores, query, first, reach, key, entry, split, stop, sample, which, times, scale,
     rule_ids, rules, documents, branches, padding, document_ids, num_intervals, num_branches, seq_q, seq_k,
     ANY: gl.constexpr, NAMED: gl.constexpr, SINGLE: gl.constexpr, DOCUMENTS: gl.constexpr, PADDING: gl.constexpr,
     DOCUMENT_IDS: gl.constexpr, DILATED: gl.constexpr,
 ):  # fmt: skip
     """Scores with −inf where a pair is not allowed. The block is partial, or ANY: full, partial, not there at all."""
     if SINGLE and not NAMED and not ANY and not PADDING and not DOCUMENT_IDS:
-        if DILATED:  # one compare instead of two: 7 % of a causal forward, and nothing elsewhere
-            seen = (key - first).to(gl.uint32) <= last.to(gl.uint32)
-        else:
-            seen = (key >= first) & (key <= last)
+        seen = (key - first).to(gl.uint32) <= reach.to(gl.uint32)  # one compare for two
     else:
         seen = pairs_allowed(
             query, key, entry, split, stop, sample,
