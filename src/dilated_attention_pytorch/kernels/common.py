@@ -93,6 +93,16 @@ def key_bounds(query, rule, t, rules, documents, num_intervals, seq_q, seq_k, DO
 
 
 @triton.jit
+def query_bounds(key, rules, seq_q, seq_k):
+    """The other way round: first and last query that sees a key by a single rule, which speaks of no documents."""
+    behind = seq_k - seq_q
+    first = tl.maximum(key - tl.load(rules + 1) - behind, 0)
+    last = tl.minimum(key + tl.load(rules), tl.load(rules + 3) - 1) - behind
+    last = tl.where(key < tl.minimum(tl.load(rules + 2), seq_k), last, -1)
+    return first, last
+
+
+@triton.jit
 def interval_allows(query, key, rule, t, rules, documents, num_intervals, seq_q, seq_k, DOCUMENTS: tl.constexpr):
     first, last = key_bounds(query, rule, t, rules, documents, num_intervals, seq_q, seq_k, DOCUMENTS)
     return (key >= first) & (key <= last)

@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from .common import counted, list_of, log_times, pairs_allowed
+from .common import counted, key_bounds, list_of, log_times, pairs_allowed, query_bounds
 from .dealing import turns_of
 from .forward import VARYING
 from .hopper_forward import (
@@ -21,8 +21,11 @@ from .hopper_forward import (
     as_block,
     in_class,
     load_block,
+    reaching,
     tile_of,
     token_of,
+    tokens_of,
+    within,
 )
 
 
@@ -144,6 +147,9 @@ def _compute_dkv(
     GRADS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, GRADS, 2)
     PER: gl.constexpr = BLOCK_Q // STREAM
+    HIDES: gl.constexpr = PADDING or DOCUMENT_IDS
+    # A key is seen by `reach` queries after `first` too, whatever the block.
+    BOUNDED: gl.constexpr = SINGLE and not (NAMED or DOCUMENTS or HIDES)
     dtype: gl.constexpr = k_buffers.dtype
     heads_kv = heads // group
     key_lane = gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
@@ -166,6 +172,10 @@ def _compute_dkv(
             DILATED,
         )
         key = gl.expand_dims(token_of(own + WHO * ROWS + key_lane, residue, classes, DILATED), 1)
+        first, reach = key, key
+        if BOUNDED:
+            first, last = query_bounds(key, rules, seq_q, seq_k)
+            first, reach = reaching(first, last)
         dkeys = gl.zeros([ROWS, D], gl.float32, GRADS)
         dvalues = gl.zeros([ROWS, D], gl.float32, GRADS)
         mbarrier.wait(own_ready, turn & 1)
@@ -184,11 +194,8 @@ def _compute_dkv(
                     low, high = 0, num_full
                 for i in range(low, high):
                     place = step % RING
-                    # Asked for now, read when the scores are there.
-                    if MASKED or PADDING or DOCUMENT_IDS:
-                        of_query, row = in_class(gl.load(indices + begin + i // PER), walked, DILATED)
-                        row = row * BLOCK_Q + i % PER * STREAM + query_lane
-                        query = gl.expand_dims(token_of(row, of_query, classes, DILATED), 0)
+                    if MASKED or HIDES:  # asked for now, read when the scores are there
+                        other = gl.load(indices + begin + i // PER)
                     times = 1
                     if DILATED:
                         times = gl.load(rule_ids + begin + i // PER)
@@ -203,17 +210,23 @@ def _compute_dkv(
                     if DILATED:
                         row_lse = row_lse - log_times(times, False)
                         if MASKED and DILATED == 2:
+                            query = tokens_of(other, i, query_lane, walked, classes, BLOCK_Q, STREAM, DILATED)
                             scores = counted(
                                 scores, times, query, key, which, branches, num_branches, seq_q, seq_k, scale, False
                             )
                     weights = gl.exp2(scores * scale - gl.expand_dims(row_lse, 0))
-                    if MASKED or PADDING or DOCUMENT_IDS:
-                        seen = pairs_allowed(
-                            query, key, begin + i // PER, turns_partial, end, sample,
-                            rule_ids, rules, documents, padding, document_ids, num_intervals, seq_q, seq_k,
-                            MASKED, False, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS,
-                        )  # fmt: skip
-                        weights = gl.where(seen, weights, 0.0)
+                    if MASKED or HIDES:  # noqa: SIM102
+                        if begin < end:  # always so: see `hopper_forward`
+                            query = tokens_of(other, i, query_lane, walked, classes, BLOCK_Q, STREAM, DILATED)
+                            if BOUNDED:
+                                seen = within(query, first, reach)
+                            else:
+                                seen = pairs_allowed(
+                                    query, key, begin + i // PER, turns_partial, end, sample,
+                                    rule_ids, rules, documents, padding, document_ids, num_intervals, seq_q, seq_k,
+                                    MASKED, False, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS,
+                                )  # fmt: skip
+                            weights = gl.where(seen, weights, 0.0)
                     operand = gl.convert_layout(weights.to(dtype), OPERAND)
                     row_delta = as_row(delta_buffers.index(place)).load(gl.SliceLayout(0, SCORES))
                     dweights = warpgroup_mma_wait(0, deps=[of_dweights])
@@ -250,6 +263,8 @@ def _compute_dq(
     GRADS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, GRADS, 2)
     PER: gl.constexpr = BLOCK_K // STREAM
+    HIDES: gl.constexpr = PADDING or DOCUMENT_IDS
+    BOUNDED: gl.constexpr = SINGLE and not (NAMED or HIDES)
     dtype: gl.constexpr = q_buffers.dtype
     query_lane = gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
     key_lane = gl.arange(0, STREAM, gl.SliceLayout(0, SCORES))
@@ -276,6 +291,10 @@ def _compute_dq(
         of_head = (sample.to(gl.int64) * heads + head) * (num_blocks * BLOCK_Q)
         of_row = of_head + residue * (num_blocks // classes * BLOCK_Q) + row
         row_lse, row_delta = gl.load(lse + of_row), gl.load(delta + of_row)
+        first, reach = query, query
+        if BOUNDED:
+            first, last = key_bounds(query, 0, 0, rules, documents, num_intervals, seq_q, seq_k, DOCUMENTS)
+            first, reach = reaching(first, last)
         dqueries = gl.zeros([ROWS, D], gl.float32, GRADS)
         num_full, num = (split - start) * PER, (stop - start) * PER
         mbarrier.wait(own_ready, turn & 1)
@@ -286,10 +305,8 @@ def _compute_dq(
                 low, high = 0, num_full
             for i in range(low, high):
                 place = step % RING
-                if MASKED or PADDING or DOCUMENT_IDS:
-                    of_key, key_row = in_class(gl.load(indices + start + i // PER), walked, DILATED)
-                    key_row = key_row * BLOCK_K + i % PER * STREAM + key_lane
-                    key = gl.expand_dims(token_of(key_row, of_key, classes, DILATED), 0)
+                if MASKED or HIDES:
+                    other = gl.load(indices + start + i // PER)
                 times = 1
                 if DILATED:
                     times = gl.load(rule_ids + start + i // PER)
@@ -304,17 +321,23 @@ def _compute_dq(
                 if DILATED:
                     lowered = row_lse - log_times(times, False)
                     if MASKED and DILATED == 2:
+                        key = tokens_of(other, i, key_lane, walked, classes, BLOCK_K, STREAM, DILATED)
                         scores = counted(
                             scores, times, query, key, which, branches, num_branches, seq_q, seq_k, scale, False
                         )
                 weights = gl.exp2(scores * scale - gl.expand_dims(lowered, 1))
-                if MASKED or PADDING or DOCUMENT_IDS:
-                    seen = pairs_allowed(
-                        query, key, start + i // PER, split, stop, sample,
-                        rule_ids, rules, documents, padding, document_ids, num_intervals, seq_q, seq_k,
-                        MASKED, False, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS,
-                    )  # fmt: skip
-                    weights = gl.where(seen, weights, 0.0)
+                if MASKED or HIDES:  # noqa: SIM102
+                    if start < stop:
+                        key = tokens_of(other, i, key_lane, walked, classes, BLOCK_K, STREAM, DILATED)
+                        if BOUNDED:
+                            seen = within(key, first, reach)
+                        else:
+                            seen = pairs_allowed(
+                                query, key, start + i // PER, split, stop, sample,
+                                rule_ids, rules, documents, padding, document_ids, num_intervals, seq_q, seq_k,
+                                MASKED, False, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS,
+                            )  # fmt: skip
+                        weights = gl.where(seen, weights, 0.0)
                 dweights = warpgroup_mma_wait(0, deps=[of_dweights])
                 dscores = weights * (dweights - gl.expand_dims(row_delta, 1))
                 of_dqueries = warpgroup_mma(gl.convert_layout(dscores.to(dtype), OPERAND), k, dqueries, is_async=True)

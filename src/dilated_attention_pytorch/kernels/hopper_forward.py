@@ -224,8 +224,7 @@ def _compute(
         first, reach = query, query
         if BOUNDED:
             first, last = key_bounds(query, 0, 0, rules, documents, num_intervals, seq_q, seq_k, DOCUMENTS)
-            first = gl.where(last < first, 2147483647, first)  # no key gets there
-            reach = gl.maximum(last - first, 0)
+            first, reach = reaching(first, last)
         num_full = (split - start) * PER
         num = gl.maximum((stop - start) * PER, 1)  # a row without keys has one block, of which it sees nothing
 
@@ -239,7 +238,7 @@ def _compute(
         if FLIP:
             scores = -scores
         if HIDES or num_full == 0:
-            key = _keys(block, 0, key_lane, walked, classes, BLOCK_K, TILE_K, DILATED)
+            key = tokens_of(block, 0, key_lane, walked, classes, BLOCK_K, TILE_K, DILATED)
             scores = _hide(
                 scores, query, first, reach, key, start, split, stop, sample, which, times, scale,
                 rule_ids, rules, documents, branches, padding, document_ids, num_intervals, num_branches, seq_q, seq_k,
@@ -286,7 +285,7 @@ def _compute(
                 if MASKED or HIDES:  # noqa: SIM102
                     # Always so; but what is behind a branch is not computed early, to be kept until it is needed.
                     if start < stop:
-                        key = _keys(block, i, key_lane, walked, classes, BLOCK_K, TILE_K, DILATED)
+                        key = tokens_of(block, i, key_lane, walked, classes, BLOCK_K, TILE_K, DILATED)
                         scores = _hide(
                             scores, query, first, reach, key, start + i // PER, split, stop, sample, which, times,
                             scale, rule_ids, rules, documents, branches, padding, document_ids,
@@ -343,6 +342,19 @@ def _compute(
 
 
 @gluon.jit
+def reaching(first, last):
+    """The numbers from `first` to `last` as `within` wants them: the first, and how far the last is from it."""
+    first = gl.where(last < first, 2147483647, first)  # nothing gets there
+    return first, gl.maximum(last - first, 0)
+
+
+@gluon.jit
+def within(x, first, reach):
+    """One compare for two."""
+    return (x - first).to(gl.uint32) <= reach.to(gl.uint32)
+
+
+@gluon.jit
 def row_max(x):
     """The largest of each row; halves against each other first: one long chain of maxima would wait for itself."""
     wide = x
@@ -353,10 +365,10 @@ def row_max(x):
 
 
 @gluon.jit
-def _keys(block, i, lane, walked, classes, BLOCK_K: gl.constexpr, TILE_K: gl.constexpr, DILATED: gl.constexpr):
-    """The keys of tile `i` of a list, a part of this block."""
+def tokens_of(block, i, lane, walked, classes, BLOCK: gl.constexpr, TILE: gl.constexpr, DILATED: gl.constexpr):
+    """The tokens of tile `i` of a list, a part of this block, as a row."""
     residue, row = in_class(block, walked, DILATED)
-    first = row * BLOCK_K + i % (BLOCK_K // TILE_K) * TILE_K
+    first = row * BLOCK + i % (BLOCK // TILE) * TILE
     return gl.expand_dims(token_of(first + lane, residue, classes, DILATED), 0)
 
 
@@ -369,7 +381,7 @@ def _hide(
 ):  # fmt: skip
     """Scores with −inf where a pair is not allowed. The block is partial, or ANY: full, partial, not there at all."""
     if SINGLE and not NAMED and not ANY and not PADDING and not DOCUMENT_IDS:
-        seen = (key - first).to(gl.uint32) <= reach.to(gl.uint32)  # one compare for two
+        seen = within(key, first, reach)
     else:
         seen = pairs_allowed(
             query, key, entry, split, stop, sample,
