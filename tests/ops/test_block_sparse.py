@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -93,6 +95,27 @@ class TestCompile:
             grads = [torch.autograd.grad(out.square().sum(), (q, k, v)) for out, _ in (want, got)]
             for a, b in zip((*want, *grads[0]), (*got, *grads[1]), strict=True):
                 assert torch.equal(a, b)
+
+    @pytest.mark.parametrize(("used", "zeros"), [("out", 0), ("both", 0), ("lse", 1)])
+    def test_no_zeros_for_a_gradient_of_lse_that_nobody_asked_for(self, used, zeros):
+        torch._dynamo.reset()
+        graphs = []
+        tensors, layout = qkv(), random_layout(4)
+
+        def loss(*tensors):
+            out, lse = block_sparse_attention(*tensors, layout, return_lse=True)
+            return {"out": out.sum(), "both": out.sum() + lse.sum(), "lse": lse.sum()}[used]
+
+        def keep(graph, inputs):
+            graphs.append(graph)
+            return make_boxed_func(graph)
+
+        compiled = torch.compile(loss, fullgraph=True, backend=aot_autograd(fw_compiler=keep))
+        grads = [torch.autograd.grad(f(*tensors), tensors) for f in (loss, compiled)]
+        assert all(map(torch.equal, *grads))
+        _, backward = graphs
+        made = [str(node.target) for node in backward.graph.nodes if node.op == "call_function"]
+        assert sum("zeros" in name for name in made) == zeros
 
     @pytest.mark.parametrize("is_causal", [False, True])
     def test_a_new_layout_does_not_recompile(self, is_causal):

@@ -427,12 +427,13 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     q, k, v, layout, sizes, scale, key_padding_mask, document_ids, dropout_p, seed, softcap, slopes, backend = inputs
     ctx.save_for_backward(q, k, v, *output, key_padding_mask, document_ids, seed, slopes, *layout)
     ctx.sizes, ctx.scale, ctx.dropout_p, ctx.softcap, ctx.backend = sizes, scale, dropout_p, softcap, backend
+    ctx.set_materialize_grads(False)
 
 
-def _differentiate(ctx: Any, do: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
+def _differentiate(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
     q, k, v, out, lse, key_padding_mask, document_ids, seed, slopes, *layout = ctx.saved_tensors
     grads = _backward(
-        do,
+        torch.zeros_like(out) if do is None else do,
         dlse,
         q,
         k,
