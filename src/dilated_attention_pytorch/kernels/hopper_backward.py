@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from .common import counted, key_bounds, list_of, log_times, pairs_allowed, query_bounds
+from .common import counted, key_bounds, list_of, log_times, query_bounds
 from .dealing import turns_of
 from .forward import VARYING
 from .hopper_forward import (
@@ -21,11 +21,11 @@ from .hopper_forward import (
     as_block,
     in_class,
     load_block,
+    pairs_seen,
     reaching,
     tile_of,
     token_of,
     tokens_of,
-    within,
 )
 
 
@@ -218,14 +218,11 @@ def _compute_dkv(
                     if MASKED or HIDES:  # noqa: SIM102
                         if begin < end:  # always so: see `hopper_forward`
                             query = tokens_of(other, i, query_lane, walked, classes, BLOCK_Q, STREAM, DILATED)
-                            if BOUNDED:
-                                seen = within(query, first, reach)
-                            else:
-                                seen = pairs_allowed(
-                                    query, key, begin + i // PER, turns_partial, end, sample,
-                                    rule_ids, rules, documents, padding, document_ids, num_intervals, seq_q, seq_k,
-                                    MASKED, False, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS,
-                                )  # fmt: skip
+                            seen = pairs_seen(
+                                query, query, key, first, reach, begin + i // PER, turns_partial, end, sample,
+                                rule_ids, rules, documents, padding, document_ids, num_intervals, seq_q, seq_k,
+                                BOUNDED, MASKED, False, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS,
+                            )  # fmt: skip
                             weights = gl.where(seen, weights, 0.0)
                     operand = gl.convert_layout(weights.to(dtype), OPERAND)
                     row_delta = as_row(delta_buffers.index(place)).load(gl.SliceLayout(0, SCORES))
@@ -329,14 +326,11 @@ def _compute_dq(
                 if MASKED or HIDES:  # noqa: SIM102
                     if start < stop:
                         key = tokens_of(other, i, key_lane, walked, classes, BLOCK_K, STREAM, DILATED)
-                        if BOUNDED:
-                            seen = within(key, first, reach)
-                        else:
-                            seen = pairs_allowed(
-                                query, key, start + i // PER, split, stop, sample,
-                                rule_ids, rules, documents, padding, document_ids, num_intervals, seq_q, seq_k,
-                                MASKED, False, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS,
-                            )  # fmt: skip
+                        seen = pairs_seen(
+                            key, query, key, first, reach, start + i // PER, split, stop, sample,
+                            rule_ids, rules, documents, padding, document_ids, num_intervals, seq_q, seq_k,
+                            BOUNDED, MASKED, False, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS,
+                        )  # fmt: skip
                         weights = gl.where(seen, weights, 0.0)
                 dweights = warpgroup_mma_wait(0, deps=[of_dweights])
                 dscores = weights * (dweights - gl.expand_dims(row_delta, 1))

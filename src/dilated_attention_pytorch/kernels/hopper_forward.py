@@ -9,8 +9,8 @@ Barriers: `*_ready` says that a buffer is filled, `*_empty` that both warpgroups
 parity of the turn: how often the ring went round, counted over all tiles. `go` lets the warpgroups hand their products
 to the matrix units in turns, so that one computes weights while the other multiplies.
 
-With two warps on a scheduler what counts is how long each takes from block to block: no product, no exponential is the
-limit. Hence the care for the order of things, which `benchmarks/results/gpu_steps.txt` has the numbers of.
+A scheduler has two warps to choose from, so time is how long one of them takes from block to block, and not what the
+units could do. Hence the care for the order of things; `benchmarks/results/gpu_steps.txt` has the numbers.
 """
 
 from collections.abc import Sequence
@@ -355,6 +355,25 @@ def within(x, first, reach):
 
 
 @gluon.jit
+def pairs_seen(
+    x, query, key, first, reach, entry, split, stop, sample,
+    rule_ids, rules, documents, padding, document_ids, num_intervals, seq_q, seq_k,
+    BOUNDED: gl.constexpr, MASKED: gl.constexpr, ANY: gl.constexpr, NAMED: gl.constexpr, SINGLE: gl.constexpr,
+    DOCUMENTS: gl.constexpr, PADDING: gl.constexpr, DOCUMENT_IDS: gl.constexpr,
+):  # fmt: skip
+    """The pairs that are allowed: where BOUNDED, those with `x`, the walked side, `within` the bounds of the other."""
+    if BOUNDED:
+        seen = within(x, first, reach)
+    else:
+        seen = pairs_allowed(
+            query, key, entry, split, stop, sample,
+            rule_ids, rules, documents, padding, document_ids, num_intervals, seq_q, seq_k,
+            MASKED, ANY, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS,
+        )  # fmt: skip
+    return seen
+
+
+@gluon.jit
 def row_max(x):
     """The largest of each row; halves against each other first: one long chain of maxima would wait for itself."""
     wide = x
@@ -380,14 +399,12 @@ def _hide(
     DOCUMENT_IDS: gl.constexpr, DILATED: gl.constexpr,
 ):  # fmt: skip
     """Scores with −inf where a pair is not allowed. The block is partial, or ANY: full, partial, not there at all."""
-    if SINGLE and not NAMED and not ANY and not PADDING and not DOCUMENT_IDS:
-        seen = within(key, first, reach)
-    else:
-        seen = pairs_allowed(
-            query, key, entry, split, stop, sample,
-            rule_ids, rules, documents, padding, document_ids, num_intervals, seq_q, seq_k,
-            True, ANY, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS,
-        )  # fmt: skip
+    BOUNDED: gl.constexpr = SINGLE and not (NAMED or ANY or PADDING or DOCUMENT_IDS)
+    seen = pairs_seen(
+        key, query, key, first, reach, entry, split, stop, sample,
+        rule_ids, rules, documents, padding, document_ids, num_intervals, seq_q, seq_k,
+        BOUNDED, True, ANY, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS,
+    )  # fmt: skip
     scores = gl.where(seen, scores, float("-inf"))
     if DILATED == 2:
         scores = counted(scores, times, query, key, which, branches, num_branches, seq_q, seq_k, scale, False)
