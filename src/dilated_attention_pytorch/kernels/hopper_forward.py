@@ -6,8 +6,8 @@ the scores of a block are on the matrix units while the weights of the one befor
 next tile while the tile before is written out.
 
 Barriers: `*_ready` says that a buffer is filled, `*_empty` that both warpgroups have done with it. Their phase is the
-parity of the turn: how often the ring went round, counted over all tiles. `go` lets the warpgroups hand their products
-to the matrix units in turns, so that one computes weights while the other multiplies.
+parity of the turn: how often the ring went round, counted over all tiles. The warpgroups hand their products to the
+matrix units in turns (`take_turn`, `hand_over`), so that one computes weights while the other multiplies.
 
 A scheduler has two warps to choose from, so time is how long one of them takes from block to block, and not what the
 units could do. Hence the care for the order of things; `benchmarks/results/gpu_steps.txt` has the numbers.
@@ -176,9 +176,26 @@ def _fetch(
         start, stop = next_start, next_stop
 
 
+# Barriers of the hardware, which are quicker than those in memory; Triton takes the first numbers for itself. An
+# assembler line must have a value that it reads and one that it makes.
+TAKES = gl.constexpr(("bar.sync 14, 256; mov.u32 $0, 0;", "bar.sync 15, 256; mov.u32 $0, 0;"))
+HANDS = gl.constexpr(("bar.arrive 15, 256; mov.u32 $0, 0;", "bar.arrive 14, 256; mov.u32 $0, 0;"))
+
+
+@gluon.jit
+def take_turn(WHO: gl.constexpr):
+    """Wait until the other warpgroup has handed over."""
+    gl.inline_asm_elementwise(TAKES[WHO], "=r,r", [gl.program_id(0)], gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def hand_over(WHO: gl.constexpr):
+    gl.inline_asm_elementwise(HANDS[WHO], "=r,r", [gl.program_id(0)], gl.int32, is_pure=False, pack=1)
+
+
 @gluon.jit
 def _compute(
-    WHO: gl.constexpr, out, lse, buffers, barriers, go, masks, lists, numbers,
+    WHO: gl.constexpr, out, lse, buffers, barriers, masks, lists, numbers,
     D: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, TILE_K: gl.constexpr,
     Q_RING: gl.constexpr, KV_RING: gl.constexpr, FLIP: gl.constexpr,
     NAMED: gl.constexpr, SINGLE: gl.constexpr, DOCUMENTS: gl.constexpr, PADDING: gl.constexpr,
@@ -203,7 +220,9 @@ def _compute(
     lane = gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
     key_lane = gl.arange(0, TILE_K, gl.SliceLayout(0, SCORES))
 
-    step, issued, turns = 0, 0, turns_of(deal)
+    step, turns = 0, turns_of(deal)
+    if WHO == 1:
+        hand_over(WHO)
     sample, head, residue, query_from, _, start, split, stop = tile_of(
         0, deal, work, heads, num_blocks, classes, lists_a_sample, heads_a_list, 1, BLOCK_Q, DILATED
     )
@@ -269,17 +288,15 @@ def _compute(
                     times = gl.load(rule_ids + start + i // PER)
                 place, place_before = here % KV_RING, before % KV_RING
                 mbarrier.wait(k_ready.index(place), here // KV_RING & 1)
-                mbarrier.wait(go.index(WHO), (issued & 1) ^ (1 - WHO))
+                take_turn(WHO)
                 of_scores = warpgroup_mma(
                     q, k_buffers.index(place).permute((1, 0)), no_scores, use_acc=False, is_async=True
                 )
                 operand = gl.convert_layout(weights.to(dtype), WEIGHTS)
                 mbarrier.wait(v_ready.index(place_before), before // KV_RING & 1)
                 of_mixed = warpgroup_mma(operand, v_buffers.index(place_before), mixed, is_async=True)
-                mbarrier.arrive(go.index(1 - WHO), count=1)
-                issued += 1
+                hand_over(WHO)
                 scores = warpgroup_mma_wait(1, deps=[of_scores])
-                mbarrier.arrive(k_empty.index(place), count=1)
                 if FLIP:
                     scores = -scores
                 if MASKED or HIDES:  # noqa: SIM102
@@ -303,6 +320,7 @@ def _compute(
                 sums = sums * shrink + gl.sum(weights, 1)
                 top = new_top
                 mixed, operand = warpgroup_mma_wait(0, deps=[of_mixed, operand])
+                mbarrier.arrive(k_empty.index(place), count=1)
                 mbarrier.arrive(v_empty.index(place_before), count=1)
                 weights = weights.to(KEPT)
                 mixed = mixed * gl.expand_dims(gl.convert_layout(shrink, gl.SliceLayout(1, MIXED)), 1)
@@ -311,7 +329,7 @@ def _compute(
         step += num
         operand = gl.convert_layout(weights.to(dtype), WEIGHTS)
         mbarrier.wait(v_ready.index(last % KV_RING), last // KV_RING & 1)
-        mbarrier.wait(go.index(WHO), (issued & 1) ^ (1 - WHO))
+        take_turn(WHO)
         of_mixed = warpgroup_mma(operand, v_buffers.index(last % KV_RING), mixed, is_async=True)
         next_turn = turn + 1
         if next_turn < turns:
@@ -322,8 +340,7 @@ def _compute(
             q_buffers.index(next_turn % Q_RING * 2 + WHO), k_buffers.index(step % KV_RING).permute((1, 0)), no_scores,
             use_acc=False, is_async=True,
         )  # fmt: skip
-        mbarrier.arrive(go.index(1 - WHO), count=1)
-        issued += 1
+        hand_over(WHO)
         mixed = warpgroup_mma_wait(1, deps=[of_mixed])
         mbarrier.arrive(v_empty.index(last % KV_RING), count=1)
 
@@ -337,6 +354,8 @@ def _compute(
         gl.store(lse + (sample.to(gl.int64) * heads + head) * seq_q + row, natural, mask=row < seq_q)
         sample, head, residue, query_from = next_sample, next_head, next_residue, next_query
         start, split, stop = next_start, next_split, next_stop
+    if WHO == 0:
+        take_turn(WHO)
     warpgroup_mma_wait(0, deps=[pending])
     tma.store_wait(0)
 
@@ -377,7 +396,7 @@ def pairs_seen(
 def row_max(x):
     """The largest of each row; halves against each other first: one long chain of maxima would wait for itself."""
     wide = x
-    for _ in gl.static_range(3):
+    for _ in gl.static_range(4 if x.shape[1] == 128 else 3):  # until a thread has two numbers
         left, right = gl.split(gl.permute(gl.reshape(wide, [wide.shape[0], 2, wide.shape[1] // 2]), (0, 2, 1)))
         wide = gl.maximum(left, right)
     return gl.convert_layout(gl.max(wide, 1), gl.SliceLayout(1, x.type.layout), assert_trivial=True)
@@ -439,9 +458,6 @@ def forward_kernel(
     k_empty = gl.allocate_shared_memory(gl.int64, [KV_RING, 1], mbarrier.MBarrierLayout())
     v_ready = gl.allocate_shared_memory(gl.int64, [KV_RING, 1], mbarrier.MBarrierLayout())
     v_empty = gl.allocate_shared_memory(gl.int64, [KV_RING, 1], mbarrier.MBarrierLayout())
-    go = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(go.index(0), count=1)
-    mbarrier.init(go.index(1), count=1)
     for i in gl.static_range(Q_RING):
         mbarrier.init(q_ready.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=2)
@@ -461,11 +477,11 @@ def forward_kernel(
     numbers = (seq_q, seq_k, num_intervals, num_branches, scale)
     gl.warp_specialize([
         (_compute, (
-            0, out, lse, buffers, barriers, go, masks, lists, numbers, D, BLOCK_Q, BLOCK_K, TILE_K, Q_RING, KV_RING,
+            0, out, lse, buffers, barriers, masks, lists, numbers, D, BLOCK_Q, BLOCK_K, TILE_K, Q_RING, KV_RING,
             FLIP, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS, DILATED,
         )),
         (_compute, (
-            1, out, lse, buffers, barriers, go, masks, lists, numbers, D, BLOCK_Q, BLOCK_K, TILE_K, Q_RING, KV_RING,
+            1, out, lse, buffers, barriers, masks, lists, numbers, D, BLOCK_Q, BLOCK_K, TILE_K, Q_RING, KV_RING,
             FLIP, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS, DILATED,
         )),
         (_fetch, (q, k, v, buffers, barriers, lists, D, BLOCK_Q, BLOCK_K, TILE_K, Q_RING, KV_RING, DILATED)),
