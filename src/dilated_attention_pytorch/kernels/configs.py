@@ -62,8 +62,9 @@ SINGLE_PRECISION = {
 }
 
 
-# The forward of query tiles of fewer than 64 rows: one warp keeps them all, so that nothing goes from warp to warp.
-FEW_ROWS = Config(32, 32, 1, 4)
+# Tiles of fewer than 64 own rows: one warp keeps them all, so that nothing goes from warp to warp. The backward has its
+# registers for that with heads of up to 64.
+FEW_ROWS = Configs(Config(32, 32, 1, 4), Config(32, 32, 1, 2), Config(32, 32, 1, 2))
 
 
 def padded_dim(head_dim: int) -> int:

@@ -185,9 +185,8 @@ class Call:
             self._hopper_forward(out, lse)
             return out, lse
         grid, owned, config = self._by_queries(self.configs.forward)
-        few = owned["TILE_Q"] * owned["PACK"] < 64 <= config.tile_q  # because blocks are small
-        if few and q.dtype.itemsize == 2:
-            config = FEW_ROWS
+        if self._few(owned["TILE_Q"] * owned["PACK"], config.tile_q):
+            config = FEW_ROWS.forward
         tma, (keys, values) = self._walked(config.tile_k, self.layout.block_k, k, v)
         self._launch(
             forward_kernel, grid, (q, keys, values, out, lse, *self._by_query(), *self.masks, self.slopes),
@@ -226,10 +225,16 @@ class Call:
     def _launch(self, *args: Any, **constants: Any) -> None:
         self.launches.append(binding.launch(*args, **constants))
 
+    def _few(self, own_rows: int, usual: int) -> bool:
+        """Whether a tile has few rows because blocks are small."""
+        return own_rows < 64 <= usual and self.q.dtype.itemsize == 2
+
     def _plain_dkv(self, do: Tensor, of_rows: Rows, dk: Tensor, dv: Tensor) -> None:
         q, k, v, layout = self.q, self.k, self.v, self.layout
         tile_k = min(self.configs.dkv.tile_k, layout.block_k)
         config = for_rows(self.configs.dkv, tile_k)
+        if self.padded <= 64 and self._few(tile_k, config.tile_k):
+            config = FEW_ROWS.dkv
         tma, (queries, grads) = self._walked(config.tile_q, layout.block_q, q, do)
         self._launch(
             dkv_kernel, (layout.num_k_blocks * (layout.block_k // tile_k) * self.batch * self.heads_kv,),
@@ -243,6 +248,9 @@ class Call:
     def _plain_dq(self, do: Tensor, of_rows: Rows, dq: Tensor) -> None:
         q, k, v, layout = self.q, self.k, self.v, self.layout
         grid, owned, config = self._by_queries(self.configs.dq)
+        own_rows = owned["TILE_Q"] * owned["PACK"]
+        if self.padded <= 64 and self._few(own_rows, config.tile_q):
+            config = FEW_ROWS.dq._replace(tile_k=own_rows)
         tma, (keys, values) = self._walked(config.tile_k, layout.block_k, k, v)
         self._launch(
             dq_kernel, grid,
