@@ -172,7 +172,7 @@ def expected(inputs: Inputs, layout: BlockLayout, rows: list[int], *, gradients:
         keys, allowed = _seen(layout, row)
         parts = [x.double().transpose(1, 2).requires_grad_(gradients) for x in (q[:, mine], k[:, keys], v[:, keys])]
         with sdpa_kernel(SDPBackend.MATH):
-            out = scaled_dot_product_attention(*parts, attn_mask=allowed)
+            out = scaled_dot_product_attention(*parts, attn_mask=allowed, enable_gqa=q.shape[2] != k.shape[2])
         found["out"].append(out.detach().transpose(1, 2))
         if gradients:
             grads = torch.autograd.grad(out, parts, inputs.grad[:, mine].double().transpose(1, 2))

@@ -76,6 +76,7 @@ class Case:
     block: int = 128
     flex: bool = True  # whether FlexAttention is a contender
     autotune: bool = False
+    shared: int = 1  # query heads of a key head; where they are several, ours is timed alone
 
 
 def cases() -> list[Case]:
@@ -97,6 +98,10 @@ def cases() -> list[Case]:
         Case("random", RandomBlocks(26, block_size=64), 64, block=64),
         Case("random", RandomBlocks(51, block_size=32), 64, block=32, flex=False),
         Case("random", RandomBlocks(102, block_size=16), 64, block=16, flex=False),
+        *(
+            Case("random, 4 heads a key head", RandomBlocks(n, block_size=block), 64, block=block, flex=False, shared=4)
+            for n, block in ((26, 64), (51, 32), (102, 16))
+        ),
         Case("random 1 %", RandomBlocks(3), 128),
         Case("random 20 %", RandomBlocks(51), 128),
         Case("random 50 %", RandomBlocks(128), 128),
@@ -127,9 +132,11 @@ def same(name: str, got: Tensor, want: Tensor) -> None:
 
 
 def random_inputs(
-    tokens: int, heads: int, head_dim: int, dtype: torch.dtype = torch.bfloat16, num: int = 4
+    tokens: int, heads: int, head_dim: int, dtype: torch.dtype = torch.bfloat16, num: int = 4, shared: int = 1
 ) -> list[Tensor]:
-    return [torch.randn(1, tokens, heads, head_dim, device="cuda", dtype=dtype) for _ in range(num)]
+    """q, k, v and dout, or the first `num` of these."""
+    of_each = (heads, heads // shared, heads // shared, heads)[:num]
+    return [torch.randn(1, tokens, each, head_dim, device="cuda", dtype=dtype) for each in of_each]
 
 
 @dataclass
@@ -186,6 +193,8 @@ def contenders_of(case: Case, layout: BlockLayout, tensors: list[Tensor], autotu
                 continue
             compiled = torch.compile(flex_attention, dynamic=False, mode=mode)
             found[name] = Attention(partial(compiled, block_mask=mask), turned, True)
+    if case.shared > 1:
+        return found
     is_causal = case.pattern == Causal()
     short = [x[:, :DENSE].transpose(1, 2).contiguous() for x in tensors]
     for name, kernel in (("cudnn", SDPBackend.CUDNN_ATTENTION), ("flash", SDPBackend.FLASH_ATTENTION)):
@@ -199,7 +208,7 @@ def _compile(index: int, autotune: bool) -> None:
     """Compile what a case needs, for the caches on disk."""
     torch._dynamo.config.recompile_limit = 64
     case = cases()[index]
-    tensors = random_inputs(case.tokens, WIDTH // case.head_dim, case.head_dim)
+    tensors = random_inputs(case.tokens, WIDTH // case.head_dim, case.head_dim, shared=case.shared)
     layout = BlockLayout.from_pattern(case.pattern, case.tokens, block_size=case.block, device="cuda")
     for each in contenders_of(case, layout, tensors, autotune).values():
         each.forward()
@@ -213,7 +222,7 @@ def kernels(args: argparse.Namespace) -> list[dict[str, Any]]:
     say("everything is compiled")
     for case in cases():
         heads = WIDTH // case.head_dim
-        tensors = random_inputs(case.tokens, heads, case.head_dim)
+        tensors = random_inputs(case.tokens, heads, case.head_dim, shared=case.shared)
         layout = BlockLayout.from_pattern(case.pattern, case.tokens, block_size=case.block, device="cuda")
         found = contenders_of(case, layout, tensors, args.autotune)
         row: dict[str, Any] = {

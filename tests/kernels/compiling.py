@@ -1,6 +1,7 @@
 """Compile what a call would launch, for a GPU that need not be there.
 
-python -m tests.kernels.compiling 8.6   # every kernel of some calls, for that compute capability, a line each
+python -m tests.kernels.compiling 8.6              # every kernel of some calls, for that compute capability, line by line
+python -m tests.kernels.compiling 8.9 plain mean   # of these calls alone
 """
 
 import json
@@ -166,9 +167,8 @@ def launches_of_selection(capability, *, head_dim, dtype, blocks, patch):
 
 if __name__ == "__main__":
     capability = tuple(map(int, sys.argv[1].split(".")))
-    calls = [(name, launches_of(capability, **call)) for name, call in CALLS.items()]
-    calls += [(name, launches_of_selection(capability, **call)) for name, call in SELECTIONS.items()]
-    for name, launches in calls:
-        for kernel, args, kwargs in launches:
+    for name in sys.argv[2:] or [*CALLS, *SELECTIONS]:
+        launches = launches_of_selection if name in SELECTIONS else launches_of
+        for kernel, args, kwargs in launches(capability, **(SELECTIONS.get(name) or CALLS[name])):
             compiled = compile_for(capability, kernel, args, kwargs)
             print(json.dumps({"call": name, "kernel": kernel.__name__, "shared": compiled.metadata.shared}), flush=True)
