@@ -34,7 +34,7 @@ from ..patterns import (
     RandomBlocks,
     SlidingWindow,
 )
-from ..patterns.blocks import MASK32, BlockPattern, ceil_div, mix32
+from ..patterns.blocks import MASK32, BlockPattern, ceil_div, fold32, mix32, stir32
 from ..patterns.tokens import EVERYTHING, UNBOUNDED, Interval
 from .lists import HOST, BlockList, send
 from .rules import NOTHING, document_bounds
@@ -131,27 +131,32 @@ class Found:
     """Active blocks of a run of rows: `row` is 2r for a full block of row r and 2r + 1 for a partial one.
 
     Where the blocks stand in this order, `count` says it instead, on the host: for each row how many are full and how
-    many partial, which may be several runs of ascending columns; and `edges`, on the device, if it was made: where each
-    run starts.
+    many partial, which may be several runs of ascending columns; one number if all rows have as many, and full ones.
+    And `edges`, on the device, if it was made: where each run starts.
     """
 
     column: Tensor
     row: Tensor | None = None
-    count: Tensor | None = None
+    count: Tensor | int | None = None
     edges: Tensor | None = None
 
     def listed(self) -> BlockList:
         """Of blocks in their order."""
+        edges, device = self.edges, self.column.device
+        if isinstance(self.count, int):
+            edges = torch.arange(0, len(self.column) + 1, self.count, dtype=torch.int32, device=device)
+            return BlockList.placed(self.column, edges, 1)
         assert self.count is not None
-        edges = self.edges
         if edges is None:
-            (edges,) = send((edges_of(self.count.flatten()),), self.column.device)
+            (edges,) = send((edges_of(self.count.flatten()),), device)
         return BlockList.placed(self.column, edges, self.count.shape[1])
 
     def rows(self) -> Tensor:
         if self.count is None:
             assert self.row is not None
             return self.row
+        if isinstance(self.count, int):
+            return _rows_of(self.count, self.column) * 2
         full, partial = self.count[:, 0].long(), self.count[:, 1:].sum(1)
         return _rows_of(torch.stack((full, partial), dim=1).flatten(), self.column)
 
@@ -177,7 +182,7 @@ def find_blocks(
     (seq_q, seq_k), (block_q, block_k) = lengths, blocks
     num_columns = ceil_div(seq_k, block_k)
     if query_blocks is None:
-        head = torch.arange(seq_k - seq_q, seq_k, block_q, device=HOST)
+        head = torch.arange(seq_k - seq_q, seq_k, block_q, dtype=torch.int32, device=HOST)
     else:
         head = query_blocks.cpu() * block_q + (seq_k - seq_q)
     spans = [None if _whole(term, seq_k) else Span.of(term.interval, head, seq_k, blocks, starts) for term in terms]
@@ -238,28 +243,22 @@ class Span:
         block_q, block_k = blocks
         left, right, key_stop, query_stop, same_document = interval
         head = head.int()  # half the work of eight bytes: positions and bounds are at most 2³⁰ each
-        tail = (head + (block_q - 1)).clamp(max=seq_k - 1)
-        all_see = query_stop >= seq_k
-        last_seeing = tail if all_see else tail.clamp(max=query_stop - 1)
-        # The first keys that head and tail see, and the last ones that the head and the last that sees any see.
-        head_first, tail_first = ((x - left).clamp(min=0) for x in (head, tail))
-        head_last, reach = ((x + right).clamp(max=min(key_stop, seq_k) - 1) for x in (head, last_seeing))
+        # First and last query together, which halves the operators: the queries, those of them that see any key, the
+        # first keys that they see, and the keys behind the last ones.
+        ends = torch.stack((head, (head + (block_q - 1)).clamp_(max=seq_k - 1)))
+        seeing = ends if query_stop >= seq_k else ends.clamp(max=query_stop - 1)
+        first, stop = (ends - left).clamp_(min=0), (seeing + (right + 1)).clamp_(min=0, max=min(key_stop, seq_k))
         if same_document:
-            at_head, at_tail, at_last = (document_bounds(starts, x) for x in (head, tail, last_seeing))
-            head_first, tail_first = torch.maximum(head_first, at_head[0]), torch.maximum(tail_first, at_tail[0])
-            head_last, reach = torch.minimum(head_last, at_head[1] - 1), torch.minimum(reach, at_last[1] - 1)
-        unseen = reach < head_first
-        shift = block_k.bit_length() - 1  # a power of two, and dividing costs a CPU four times as much
-        first, stop_full = head_first >> shift, (head_last + 1) >> shift
-        if not all_see:
-            unseen |= last_seeing < head
-            stop_full.masked_fill_(last_seeing < tail, 0)
-        return cls(
-            first=first,
-            stop=torch.where(unseen, first, (reach + block_k) >> shift),
-            first_full=(tail_first + (block_k - 1)) >> shift,
-            stop_full=stop_full,
-        )
+            first = torch.maximum(first, document_bounds(starts, ends)[0])
+            stop = torch.minimum(stop, document_bounds(starts, seeing)[1])
+        columns = torch.cat((first, stop))
+        columns[1::2].add_(block_k - 1)
+        columns >>= block_k.bit_length() - 1  # a power of two, and dividing costs a CPU four times as much
+        touched, first_full, stop_full, behind = columns.unbind()
+        if min(key_stop, query_stop) < seq_k:  # then some may see nothing
+            stop_full = stop_full.masked_fill(seeing[1] < ends[1], 0)
+            behind = torch.where((stop[1] <= first[0]) | (seeing[0] < head), touched, behind)
+        return cls(touched, behind, first_full, stop_full)
 
     def rows(self, start: int, stop: int) -> Span:
         if (start, stop) == (0, len(self.first)):
@@ -315,19 +314,20 @@ def edges_of(count: Tensor) -> Tensor:
     return edges
 
 
-def _rows_of(count: Tensor, column: Tensor) -> Tensor:
+def _rows_of(count: Tensor | int, column: Tensor) -> Tensor:
     """The row of each column, where each row has so many."""
+    if isinstance(count, int):
+        return torch.arange(len(column), device=column.device) // count
     (count,) = send((count,), column.device)
     return torch.repeat_interleave(count, output_size=len(column))
 
 
 def _of_span(span: Span, device: torch.device) -> Found:
     """The blocks of an interval: in each row the full ones, then those before and those behind them."""
-    full = (span.stop_full - span.first_full).clamp_(min=0)
-    first_full = span.first_full.clamp(span.first, span.stop)
-    stop_full = first_full + full
+    first_full = torch.minimum(span.first_full, span.stop)
+    stop_full = torch.maximum(span.stop_full, first_full)
     first = torch.stack((first_full, span.first, stop_full), dim=1)
-    count = torch.stack((full, first_full - span.first, span.stop - stop_full), dim=1)
+    count = torch.stack((stop_full, first_full, span.stop), dim=1).sub_(first)
     edges, _, column = ragged(first.flatten(), count.flatten(), device)
     return Found(column, count=count, edges=edges)
 
@@ -344,7 +344,7 @@ def _of_rules(
     lists = [_fine_blocks(rule, head, lengths, blocks, device) for rule in rules]
     if span is None and len(lists) == 1:
         column, count = lists[0]
-        return Found(column, count=count[:, None])
+        return Found(column, count=count if isinstance(count, int) else count[:, None])
     num_columns = max(ceil_div(lengths[1], rule.block_size) * (rule.block_size // blocks[1]) for rule in rules)
     key = _all_of([_rows_of(count, column) * num_columns + column for column, count in lists])
     row, column = key // num_columns, key % num_columns
@@ -368,21 +368,21 @@ def _all_of(lists: list[Tensor]) -> Tensor:
 
 def _fine_blocks(
     rule: BlockPattern, head: Tensor, lengths: tuple[int, int], blocks: tuple[int, int], device: torch.device
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | int]:
     """`_key_blocks` in columns of the layout's own grid, for its own rows. The last may be beyond the keys."""
     seq_q, seq_k = lengths
-    fine = rule.block_size // blocks[1]
-    coarse = (head - (seq_k - seq_q)) // rule.block_size + rule.shift(seq_q, seq_k)
-    column, count = _key_blocks(rule, coarse, ceil_div(seq_k, rule.block_size), device)
+    size, fine = rule.block_size, rule.block_size // blocks[1]
+    coarse = (head + (rule.shift(seq_q, seq_k) * size - (seq_k - seq_q))) >> (size.bit_length() - 1)
+    column, count = _key_blocks(rule, coarse, ceil_div(seq_k, size), device)
     if fine > 1:
         column, count = (column[:, None] * fine + torch.arange(fine, device=device)).flatten(), count * fine
     return column, count
 
 
 @singledispatch
-def _key_blocks(rule: BlockPattern, rows: Tensor, num_blocks: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def _key_blocks(rule: BlockPattern, rows: Tensor, num_blocks: int, device: torch.device) -> tuple[Tensor, Tensor | int]:
     """`rule.key_blocks` for many rows: on the device the key blocks, row after row, ascending; on the host, where the
-    rows are, how many each has."""
+    rows are, how many each has, or one number for all."""
     raise TypeError(f"no layout can be built from a block rule of type {type(rule).__name__}")
 
 
@@ -399,7 +399,7 @@ def _(rule: LocalBlocks, num_blocks: int) -> int:
 
 @_key_blocks.register
 def _(rule: LocalBlocks, rows: Tensor, num_blocks: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    back, forth = rule.reach
+    rows, (back, forth) = rows.long(), rule.reach
     first = (-(rows // rule.stride)).clamp(min=-back)
     last = ((num_blocks - 1 - rows) // rule.stride).clamp(max=forth)
     count = (last - first + 1).clamp(min=0)
@@ -414,9 +414,9 @@ def _(rule: GlobalBlocks, num_blocks: int) -> int:
 
 
 @_key_blocks.register
-def _(rule: GlobalBlocks, rows: Tensor, num_blocks: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def _(rule: GlobalBlocks, rows: Tensor, num_blocks: int, device: torch.device) -> tuple[Tensor, int]:
     width = _width(rule, num_blocks)
-    return torch.arange(width, device=device).repeat(len(rows)), torch.full_like(rows, width)
+    return torch.arange(width, device=device).repeat(len(rows)), width
 
 
 @_width.register
@@ -425,12 +425,16 @@ def _(rule: RandomBlocks, num_blocks: int) -> int:
 
 
 @_key_blocks.register
-def _(rule: RandomBlocks, rows: Tensor, num_blocks: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def _(rule: RandomBlocks, rows: Tensor, num_blocks: int, device: torch.device) -> tuple[Tensor, int]:
     width = _width(rule, num_blocks)
-    part = torch.arange(width, device=HOST)
-    start, stop = part * num_blocks // width, (part + 1) * num_blocks // width
-    seeds, part, start, size = send((mix32(mix32(rule.seed) ^ (rows & MASK32)), part, start, stop - start), device)
-    return (start + mix32(seeds[:, None] ^ part) % size).flatten(), torch.full_like(rows, width)
+    part = torch.arange(width + 1, device=HOST)
+    edges = part * num_blocks // width
+    # `fold32` is its own inverse and goes through `^`: two of them meet between the hash of a row and that of a block.
+    seeds = stir32(fold32(mix32(rule.seed) ^ (rows.long() & MASK32)))
+    seeds, part, start, size = send((seeds, fold32(part[:-1]), edges[:-1], edges.diff()), device)
+    place = fold32(stir32(seeds[:, None] ^ part)).remainder_(size)
+    column = torch.empty_like(place, dtype=torch.int32)
+    return torch.add(place, start, out=column).flatten(), width
 
 
 @_width.register
@@ -442,8 +446,8 @@ def _(rule: Blocks, num_blocks: int) -> int:
 def _(rule: Blocks, rows: Tensor, num_blocks: int, device: torch.device) -> tuple[Tensor, Tensor]:
     pairs = [pair for pair in rule.pairs if pair[1] < num_blocks]
     row, column = torch.tensor(pairs, dtype=torch.int64, device=HOST).reshape(-1, 2).T.contiguous()
-    first = torch.searchsorted(row, rows)
-    count = torch.searchsorted(row, rows, right=True) - first
+    first, stop = (torch.searchsorted(row, rows.long(), right=right) for right in (False, True))
+    count = stop - first
     _, _, place = ragged(first, count, rows.device)
     (column,) = send((column[place],), device)
     return column, count
@@ -455,38 +459,36 @@ def _(rule: DilatedBlocks, num_blocks: int) -> int:
 
 
 @_key_blocks.register
-def _(rule: DilatedBlocks, rows: Tensor, num_blocks: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    budget, turn = rule.budget(num_blocks), torch.arange(rule.turns(num_blocks), device=HOST)
-    half = (turn + 1) // 2
-    alternate = torch.where(turn % 2 == 1, -half, half)
-    # No row looks forth beyond this; one before the first key, nowhere at all.
-    ahead = (num_blocks - 1 - rows).clamp(max=0 if rule.causal else num_blocks).masked_fill(rows < 0, -(2**40))
-    segment, dilation = torch.tensor(rule.branches, device=HOST).T
-    row, ahead, turn, half, alternate, segment, last_place, dilation = send(
-        (rows, ahead, turn, half, alternate, segment, segment - 1, dilation), device
-    )
+def _(rule: DilatedBlocks, rows: Tensor, num_blocks: int, device: torch.device) -> tuple[Tensor, Tensor | int]:
+    before = int(torch.searchsorted(rows, 0))  # rows before the first key see nothing
+    rows, budget = rows[before:], rule.budget(num_blocks)
+    turn = torch.arange(rule.turns(num_blocks), dtype=torch.int32, device=HOST)
+    half = (turn + 1) >> 1
+    alternate = half.clone()
+    alternate[1::2].neg_()
+    # A row's place in a segment, counted from either end; and how far it may look back and forth at most.
+    ends = torch.stack((rows, ~rows, rows, torch.zeros_like(rows) if rule.causal else (num_blocks - 1) - rows))
+    branches = torch.tensor(rule.branches, device=HOST).clamp_(max=num_blocks).int().T
+    ends, turn, half, alternate, branches = send((ends, turn, half, alternate, branches), device)
+    segment, dilation = branches
     # What every branch offers in every turn: [rows, turns, branches].
-    row, ahead = row[:, None, None], ahead[:, None, None]
+    ends, row = ends[..., None, None], ends[0, :, None, None]
     turn, half, alternate = turn[:, None], half[:, None], alternate[:, None]
-    place = row % segment
-    back, forth = place // dilation, torch.minimum(last_place - place, ahead) // dilation
+    back, forth = torch.minimum(ends[:2] % segment, ends[2:]) // dilation
+    # One that ran dry names its last one again.
+    turn = torch.minimum(turn, back + forth)
     onward = torch.where(back > forth, forth - turn, turn - back)
     step = torch.where(half <= torch.minimum(back, forth), alternate, onward)
-    dry = turn > back + forth
-    offer = torch.addcmul(row, step, dilation).masked_fill_(dry, num_blocks).flatten(1)
+    offer = torch.addcmul(row, step, dilation).flatten(1)
     # Drop what an earlier offer of the row named already, then keep the first `budget` of the rest.
-    order = offer.sort(dim=1, stable=True)
-    again = torch.zeros_like(offer, dtype=torch.bool)
-    torch.eq(order.values[:, 1:], order.values[:, :-1], out=again[:, 1:])
-    stale = torch.empty_like(again).scatter_(1, order.indices, again) | dry.flatten(1)
-    spent = (~stale).cumsum(1) > budget
-    column = offer.masked_fill_(stale | spent, num_blocks).sort(dim=1).values
-    if (
-        not rule.causal
-        and any((num_blocks % w or w) // r >= budget for w, r in rule.branches)
-        and (rows[:1] >= 0).all()
-    ):
+    named, place = offer.sort(dim=1, stable=True)
+    again = named[:, 1:] == named[:, :-1]
+    offer.scatter_(1, place[:, 1:], named[:, 1:].masked_fill_(again, num_blocks))
+    spent = (offer < num_blocks).cumsum(1, dtype=torch.int32) > budget
+    column = offer.masked_fill_(spent, num_blocks).topk(min(budget, offer.shape[1]), largest=False).values
+    if not before and not rule.causal and any((num_blocks % w or w) // r >= budget for w, r in rule.branches):
         # Even in the shortest segment one branch alone spends the budget.
-        return column[:, :budget].int().flatten(), torch.full_like(rows, budget)
+        return column.flatten(), budget
     kept = column < num_blocks
-    return column[kept], kept.sum(1).cpu()
+    count = kept.sum(1).cpu()
+    return column[kept], torch.cat((count.new_zeros(before), count))

@@ -46,8 +46,9 @@ class BlockList:
     @classmethod
     def placed(cls, column: Tensor, edges: Tensor, runs: int) -> BlockList:
         """From entries in their places: each row has so many runs of them, the first of full blocks, the others of
-        partial ones; `edges` says where each starts, and where the last one stops."""
-        offsets, splits = (edges[start::runs].to(torch.int32, copy=True) for start in (0, 1))
+        partial ones; `edges` says where each starts, and where the last one stops. Edges of one run are kept."""
+        offsets = edges.int() if runs == 1 else edges[::runs].to(torch.int32, copy=True)
+        splits = edges[1::runs].to(torch.int32, copy=True)
         return cls(offsets, splits, column.int(), offsets.new_empty(0))
 
     @classmethod
@@ -117,11 +118,13 @@ def send(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     pinned = device.type == "cuda"
     if pinned and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("a layout cannot be built while a CUDA graph is captured: make the call once before")
+    if len(tensors) == 1:
+        return [(tensors[0].pin_memory() if pinned else tensors[0]).to(device, non_blocking=pinned)]
     sizes = [tensor.numel() for tensor in tensors]
     whole = torch.empty(sum(sizes), dtype=tensors[0].dtype, device=HOST, pin_memory=pinned)
     torch.cat([tensor.flatten() for tensor in tensors], out=whole)
     parts = whole.to(device, non_blocking=pinned).split(sizes)
-    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+    return [part if tensor.ndim == 1 else part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
 
 def _pack(row: Tensor, column: Tensor, partial: Tensor, rule: Tensor | None, num_rows: int) -> list[Tensor]:

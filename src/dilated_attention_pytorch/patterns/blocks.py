@@ -223,9 +223,15 @@ MASK32 = 0xFFFFFFFF
 
 def mix32(x):  # type: ignore[no-untyped-def]
     """A 32-bit integer hash that reads the same for Python ints and int64 tensors (no product leaves 63 bits)."""
-    x = ((x ^ (x >> 16)) * 0x045D9F3B) & MASK32
-    x = ((x ^ (x >> 16)) * 0x045D9F3B) & MASK32
+    return fold32(stir32(fold32(x)))
+
+
+def fold32(x):  # type: ignore[no-untyped-def]
     return x ^ (x >> 16)
+
+
+def stir32(x):  # type: ignore[no-untyped-def]
+    return (fold32((x * 0x045D9F3B) & MASK32) * 0x045D9F3B) & MASK32
 
 
 def check_levels(levels: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
