@@ -231,7 +231,12 @@ def fold32(x):  # type: ignore[no-untyped-def]
 
 
 def stir32(x):  # type: ignore[no-untyped-def]
-    return (fold32((x * 0x045D9F3B) & MASK32) * 0x045D9F3B) & MASK32
+    x = x * 0x045D9F3B
+    x &= MASK32
+    x ^= x >> 16
+    x *= 0x045D9F3B
+    x &= MASK32
+    return x
 
 
 def check_levels(levels: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
