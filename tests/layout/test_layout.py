@@ -337,15 +337,15 @@ class DeviceOperations(TorchDispatchMode):
 
 # A launch costs the host some 15 µs; 1M tokens are attended to in 13 ms, and a layout may take a twentieth of that.
 ON_A_DEVICE = {
-    "window": (SlidingWindow(1279, 1279), 11),
-    "causal": (Causal(), 11),
-    "documents": (Documents((60000, 6536)) & SlidingWindow(1279, 0), 22),
-    "random": (RandomBlocks(20), 22),
-    "dilated": (DilatedBlocks((4096, 16384, 65536), (1, 4, 16), 20 / 512), 37),
-    "local": (LocalBlocks(2560, 2), 17),
-    "global": (GlobalBlocks(300), 10),
-    "cut off": (RandomBlocks(20), 51),
-    "heads": (PerHead((SlidingWindow(9, 9), RandomBlocks(3))), 81),
+    "window": (SlidingWindow(1279, 1279), 10),
+    "causal": (Causal(), 10),
+    "documents": (Documents((60000, 6536)) & SlidingWindow(1279, 0), 21),
+    "random": (RandomBlocks(20), 19),
+    "dilated": (DilatedBlocks((4096, 16384, 65536), (1, 4, 16), 20 / 512), 29),
+    "local": (LocalBlocks(2560, 2), 12),
+    "global": (GlobalBlocks(300), 9),
+    "cut off": (RandomBlocks(20), 50),
+    "heads": (PerHead((SlidingWindow(9, 9), RandomBlocks(3))), 80),
 }  # fmt: skip
 
 

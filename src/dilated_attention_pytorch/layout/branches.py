@@ -24,7 +24,7 @@ from ..patterns.base import check_int
 from ..patterns.blocks import ceil_div
 from ..patterns.branches import Branches
 from ..patterns.tokens import EVERYTHING, Interval
-from .build import ragged
+from .build import ragged, rows_of
 from .checks import MAX_SEQUENCE, check_sizes
 from .layout import NO_DOCUMENTS, BlockLayout
 from .lists import BlockList
@@ -239,8 +239,9 @@ def _of_branch(
     first, last = queries.first[rows], queries.last[rows]
     low, high = first.clamp(min=0) // segment, last // segment
     there = (last >= 0) & (first <= last)
-    _, which, at = ragged(low, torch.where(there, high - low + 1, 0), device)
-    query_block = rows[which]
+    count = torch.where(there, high - low + 1, 0)
+    _, at = ragged(low, count, device)
+    query_block = rows[rows_of(count, at)]
     phase = (at * segment + offset) % shared
     start = at * segment
     kept = ((queries.residue[query_block] + queries.shift) % shared == phase) & (start + offset < keys.seq)
@@ -255,11 +256,9 @@ def _of_branch(
     row = (start - residue + classes - 1) // classes
     last_row = (stop - 1 - residue) // classes
     block = row // keys.block
-    _, which, key_row = ragged(
-        block,
-        torch.where(last_row >= row, last_row // keys.block - block + 1, 0),
-        device,
-    )
+    count = torch.where(last_row >= row, last_row // keys.block - block + 1, 0)
+    _, key_row = ragged(block, count, device)
+    which = rows_of(count, key_row)
     key_block = residue[which] * keys.per_class + key_row
     alike = inside[which] & (keys.first[key_block] >= start[which]) & (keys.last[key_block] < stop[which])
     return query_block[which], key_block, alike & (dilation == shared)

@@ -49,6 +49,10 @@ MAX_INTERVALS = 6
 MAX_TERMS = 64
 
 
+# Intervals that are a whole pattern with a name.
+WHOLE = {EVERYTHING: "full", EVERYTHING & Interval(right=0): "causal"}
+
+
 @dataclass(frozen=True)
 class Term:
     """Allowed where the interval allows and every block rule does."""
@@ -156,9 +160,9 @@ class Found:
             assert self.row is not None
             return self.row
         if isinstance(self.count, int):
-            return _rows_of(self.count, self.column) * 2
+            return rows_of(self.count, self.column) * 2
         full, partial = self.count[:, 0].long(), self.count[:, 1:].sum(1)
-        return _rows_of(torch.stack((full, partial), dim=1).flatten(), self.column)
+        return rows_of(torch.stack((full, partial), dim=1).flatten(), self.column)
 
 
 def find_blocks(
@@ -297,14 +301,17 @@ def _row_chunks(
     return list(pairwise(edges))
 
 
-def ragged(first: Tensor, count: Tensor, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """first, first + 1, … (`count` of them), run after run, on a device: where each run starts, and behind the last
-    one; for each number the run; and the number."""
+def ragged(first: Tensor, count: Tensor, device: torch.device, step: int = 1) -> tuple[Tensor, Tensor]:
+    """first, first + step, … (`count` of them), run after run, on a device: where each run starts, and behind the last
+    one; and the numbers."""
     edges = edges_of(count)
     total = int(edges[-1])
-    begin, count, edges = send((first - edges[:-1], count, edges), device)
-    which = torch.repeat_interleave(count, output_size=total)
-    return edges, which, begin.index_select(0, which).add_(torch.arange(total, dtype=begin.dtype, device=device))
+    # Each number is `step` above the one before it, but where a run starts.
+    behind = first.new_full((len(first) + 1,), step)
+    torch.add(first, count, alpha=step, out=behind[1:])
+    edges, jump = send((edges, first - behind[:-1]), device)
+    above = torch.full((total + 1,), step, dtype=first.dtype, device=device).index_add_(0, edges[:-1], jump)
+    return edges, above[:-1].cumsum(0, dtype=first.dtype)
 
 
 def edges_of(count: Tensor) -> Tensor:
@@ -314,7 +321,7 @@ def edges_of(count: Tensor) -> Tensor:
     return edges
 
 
-def _rows_of(count: Tensor | int, column: Tensor) -> Tensor:
+def rows_of(count: Tensor | int, column: Tensor) -> Tensor:
     """The row of each column, where each row has so many."""
     if isinstance(count, int):
         return torch.arange(len(column), device=column.device) // count
@@ -328,7 +335,7 @@ def _of_span(span: Span, device: torch.device) -> Found:
     stop_full = torch.maximum(span.stop_full, first_full)
     first = torch.stack((first_full, span.first, stop_full), dim=1)
     count = torch.stack((stop_full, first_full, span.stop), dim=1).sub_(first)
-    edges, _, column = ragged(first.flatten(), count.flatten(), device)
+    edges, column = ragged(first.flatten(), count.flatten(), device)
     return Found(column, count=count, edges=edges)
 
 
@@ -346,7 +353,7 @@ def _of_rules(
         column, count = lists[0]
         return Found(column, count=count if isinstance(count, int) else count[:, None])
     num_columns = max(ceil_div(lengths[1], rule.block_size) * (rule.block_size // blocks[1]) for rule in rules)
-    key = _all_of([_rows_of(count, column) * num_columns + column for column, count in lists])
+    key = _all_of([rows_of(count, column) * num_columns + column for column, count in lists])
     row, column = key // num_columns, key % num_columns
     if span is None:
         return Found(column, row * 2)
@@ -403,9 +410,7 @@ def _(rule: LocalBlocks, rows: Tensor, num_blocks: int, device: torch.device) ->
     first = (-(rows // rule.stride)).clamp(min=-back)
     last = ((num_blocks - 1 - rows) // rule.stride).clamp(max=forth)
     count = (last - first + 1).clamp(min=0)
-    _, which, step = ragged(first, count, device)
-    (rows,) = send((rows,), device)
-    return rows[which] + step * rule.stride, count
+    return ragged(rows + first * rule.stride, count, device, rule.stride)[1], count
 
 
 @_width.register
@@ -448,7 +453,7 @@ def _(rule: Blocks, rows: Tensor, num_blocks: int, device: torch.device) -> tupl
     row, column = torch.tensor(pairs, dtype=torch.int64, device=HOST).reshape(-1, 2).T.contiguous()
     first, stop = (torch.searchsorted(row, rows.long(), right=right) for right in (False, True))
     count = stop - first
-    _, _, place = ragged(first, count, rows.device)
+    _, place = ragged(first, count, rows.device)
     (column,) = send((column[place],), device)
     return column, count
 
@@ -464,26 +469,26 @@ def _(rule: DilatedBlocks, rows: Tensor, num_blocks: int, device: torch.device) 
     rows, budget = rows[before:], rule.budget(num_blocks)
     turn = torch.arange(rule.turns(num_blocks), dtype=torch.int32, device=HOST)
     half = (turn + 1) >> 1
-    alternate = half.clone()
-    alternate[1::2].neg_()
+    turns = torch.stack((turn, half, half))
+    turns[2, 1::2].neg_()
     # A row's place in a segment, counted from either end; and how far it may look back and forth at most.
-    ends = torch.stack((rows, ~rows, rows, torch.zeros_like(rows) if rule.causal else (num_blocks - 1) - rows))
-    branches = torch.tensor(rule.branches, device=HOST).clamp_(max=num_blocks).int().T
-    ends, turn, half, alternate, branches = send((ends, turn, half, alternate, branches), device)
-    segment, dilation = branches
+    ahead = torch.zeros_like(rows) if rule.causal else (num_blocks - 1) - rows
+    places = torch.stack((rows, ~rows, rows, ahead))
+    sizes = [[min(size, num_blocks) for size in sizes] for sizes in zip(*rule.branches, strict=True)]
+    branches = torch.tensor(sizes, dtype=torch.int32, device=HOST)
     # What every branch offers in every turn: [rows, turns, branches].
-    ends, row = ends[..., None, None], ends[0, :, None, None]
-    turn, half, alternate = turn[:, None], half[:, None], alternate[:, None]
-    back, forth = torch.minimum(ends[:2] % segment, ends[2:]) // dilation
+    places, turns, branches = send((places.view(2, 2, -1, 1, 1), turns[..., None], branches), device)
+    (place, most), (turn, half, alternate), (segment, dilation) = places, turns, branches
+    back, forth = torch.minimum(place % segment, most) // dilation
     # One that ran dry names its last one again.
     turn = torch.minimum(turn, back + forth)
     onward = torch.where(back > forth, forth - turn, turn - back)
     step = torch.where(half <= torch.minimum(back, forth), alternate, onward)
-    offer = torch.addcmul(row, step, dilation).flatten(1)
+    offer = torch.addcmul(place[0], step, dilation).flatten(1)
     # Drop what an earlier offer of the row named already, then keep the first `budget` of the rest.
-    named, place = offer.sort(dim=1, stable=True)
+    named, order = offer.sort(dim=1, stable=True)
     again = named[:, 1:] == named[:, :-1]
-    offer.scatter_(1, place[:, 1:], named[:, 1:].masked_fill_(again, num_blocks))
+    offer.scatter_(1, order[:, 1:], named[:, 1:].masked_fill_(again, num_blocks))
     spent = (offer < num_blocks).cumsum(1, dtype=torch.int32) > budget
     column = offer.masked_fill_(spent, num_blocks).topk(min(budget, offer.shape[1]), largest=False).values
     if not before and not rule.causal and any((num_blocks % w or w) // r >= budget for w, r in rule.branches):

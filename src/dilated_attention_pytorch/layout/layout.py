@@ -155,8 +155,6 @@ class BlockLayout:
         by_query = lists[heads[0]] if len(heads) == 1 else BlockList.concat(lists[head] for head in heads)
         width = max(len(rule) for rule in table)
         table = [rule + [NOTHING] * (width - len(rule)) for rule in table]
-        whole = {EVERYTHING: "full", EVERYTHING & Interval(right=0): "causal"}
-        terms = build.terms_of(heads[0])
         alone = single and len(terms) == 1 and not terms[0].rules and query_blocks is None
         layout = cls(
             seq_q=seq_q if query_blocks is None else num_tokens(query_blocks, blocks[0], seq_q),
@@ -168,7 +166,7 @@ class BlockLayout:
             rules=send((torch.tensor(table, dtype=torch.int32, device=HOST),), device)[0],
             documents=documents,
             branches=torch.empty_like(NO_BRANCHES, device=device),
-            kind=whole.get(terms[0].interval) if alone else None,
+            kind=build.WHOLE.get(terms[0].interval) if alone else None,
             checked=True,
         )
         return layout if query_blocks is None else layout._moved(query_blocks, seq_q, None, seq_k)

@@ -18,7 +18,7 @@ import torch
 
 from ..layout import BlockLayout
 from ..layout.branches import cheapest_blocks
-from ..layout.build import CHUNK, Term, documents_of, terms_of
+from ..layout.build import CHUNK, WHOLE, Term, documents_of, terms_of
 from ..patterns import Branches, Pattern, PerHead
 from ..patterns.blocks import BlockPattern, ceil_div, mix32
 from ..patterns.tokens import EVERYTHING, Interval
@@ -197,7 +197,6 @@ def _of_pattern(pattern: Pattern, seq_q: int, seq_k: int, block_size: int | tupl
     terms = terms_of(heads[0])
     rules = {term.interval for head in counted for term in terms_of(head)}
     intervals = max(len({term.interval for term in terms_of(head)}) for head in counted)
-    whole = {EVERYTHING: "full", EVERYTHING & Interval(right=0): "causal"}
     blocks = sum(counted[head][0] for head in heads)
     alone = len(counted) == 1 and len(terms) == 1 and not terms[0].rules
     return ListSize(
@@ -214,7 +213,7 @@ def _of_pattern(pattern: Pattern, seq_q: int, seq_k: int, block_size: int | tupl
         intervals=intervals,
         named=blocks > 0 and (len(counted) > 1 or intervals > 1),
         documents=0 if packing is None else seq_q,
-        kind=whole.get(terms[0].interval) if alone else None,
+        kind=WHOLE.get(terms[0].interval) if alone else None,
     )
 
 
