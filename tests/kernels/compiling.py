@@ -1,6 +1,6 @@
 """Compile what a call would launch, for a GPU that need not be there.
 
-python -m tests.kernels.compiling 8.6              # every kernel of some calls, for that compute capability, line by line
+python -m tests.kernels.compiling 8.6              # every kernel of some calls, for that capability, a line each
 python -m tests.kernels.compiling 8.9 plain mean   # of these calls alone
 """
 
