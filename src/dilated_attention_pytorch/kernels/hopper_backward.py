@@ -2,8 +2,7 @@
 
 As in `hopper_forward`, a program keeps its multiprocessor, one warp fetches and two warpgroups compute. Each warpgroup
 owns 64 of a tile's 128 rows (keys for dk and dv, queries for dq), which stay in shared memory while the other side goes
-by in tiles of `STREAM` rows; two tensors each: (k, v) and (q, dout), or the other way round. While one tile is worked
-on, the next one's own rows are fetched.
+by in tiles of `STREAM` rows; two tensors each: (k, v) and (q, dout), or the other way round.
 """
 
 from triton.experimental import gluon
@@ -22,7 +21,6 @@ from .hopper_forward import (
     as_block,
     in_class,
     load_block,
-    masked_place,
     pairs_seen,
     reaching,
     tile_of,
@@ -73,15 +71,14 @@ def _fetch(
             OWN_BLOCK,
             DILATED,
         )
-        bar = own_ready.index(turn & 1)
-        mbarrier.wait(own_empty.index(turn & 1), (turn >> 1 & 1) ^ 1)
-        mbarrier.expect(bar, 2 * TILE * D * BYTES)
+        mbarrier.wait(own_empty, (turn & 1) ^ 1)
+        mbarrier.expect(own_ready, 2 * TILE * D * BYTES)
         for half in gl.static_range(2):
-            place, row, column = (turn & 1) * 2 + half, own + half * ROWS, head * D
+            row, column = own + half * ROWS, head * D
             at = [sample, row, column + residue * own_step_a]
-            load_block(own_a, at, bar, as_block(own_buffers_a.index(place), own_a))
+            load_block(own_a, at, own_ready, as_block(own_buffers_a.index(half), own_a))
             at = [sample, row, column + residue * own_step_b]
-            load_block(own_b, at, bar, as_block(own_buffers_b.index(place), own_b))
+            load_block(own_b, at, own_ready, as_block(own_buffers_b.index(half), own_b))
         for member in range(group if OF_KEYS else 1):
             other = head * group + member if OF_KEYS else head // group
             begin, _, end = _row_of(
@@ -158,6 +155,7 @@ def _compute_dkv(
     key_lane = gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
     query_lane = gl.arange(0, STREAM, gl.SliceLayout(0, SCORES))
     nothing = gl.zeros([ROWS, STREAM], gl.float32, SCORES)
+    k, v = k_buffers.index(WHO), v_buffers.index(WHO)
     step = 0
     for turn in range(turns_of(deal)):
         sample, key_head, residue, own, block, start, split, stop = tile_of(
@@ -180,7 +178,7 @@ def _compute_dkv(
             first, reach = reaching(first, last)
         dkeys = gl.zeros([ROWS, D], gl.float32, GRADS)
         dvalues = gl.zeros([ROWS, D], gl.float32, GRADS)
-        mbarrier.wait(own_ready.index(turn & 1), turn >> 1 & 1)
+        mbarrier.wait(own_ready, turn & 1)
         for member in range(group):
             head = key_head * group + member
             begin, turns_partial, end = _row_of(
@@ -190,13 +188,10 @@ def _compute_dkv(
             which = list_of(sample, head, lists_a_sample, heads_a_list)
             num_full, num = (turns_partial - begin) * PER, (end - begin) * PER
             for MASKED in gl.static_range(2):
-                own_place = (turn & 1) * 2 + WHO
                 if MASKED:
                     low, high = num_full, num
-                    own_place = masked_place(own_place, begin, end)
                 else:
                     low, high = 0, num_full
-                k, v = k_buffers.index(own_place), v_buffers.index(own_place)
                 for i in range(low, high):
                     place = step % RING
                     if MASKED or HIDES:  # asked for now, read when the scores are there
@@ -238,7 +233,7 @@ def _compute_dkv(
                     dvalues, dkeys = warpgroup_mma_wait(0, deps=[of_dvalues, of_dkeys])
                     mbarrier.arrive(empty.index(place), count=1)
                     step += 1
-        mbarrier.arrive(own_empty.index(turn & 1), count=1)
+        mbarrier.arrive(own_empty, count=1)
         lane = gl.arange(0, ROWS, gl.SliceLayout(1, GRADS))
         column = gl.arange(0, D, gl.SliceLayout(0, GRADS))
         token = token_of(own + WHO * ROWS + lane, residue, classes, DILATED)
@@ -271,6 +266,7 @@ def _compute_dq(
     query_lane = gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
     key_lane = gl.arange(0, STREAM, gl.SliceLayout(0, SCORES))
     nothing = gl.zeros([ROWS, STREAM], gl.float32, SCORES)
+    q, grad = q_buffers.index(WHO), g_buffers.index(WHO)
     step = 0
     for turn in range(turns_of(deal)):
         sample, head, residue, own, _, start, split, stop = tile_of(
@@ -298,15 +294,12 @@ def _compute_dq(
             first, reach = reaching(first, last)
         dqueries = gl.zeros([ROWS, D], gl.float32, GRADS)
         num_full, num = (split - start) * PER, (stop - start) * PER
-        mbarrier.wait(own_ready.index(turn & 1), turn >> 1 & 1)
+        mbarrier.wait(own_ready, turn & 1)
         for MASKED in gl.static_range(2):
-            own_place = (turn & 1) * 2 + WHO
             if MASKED:
                 low, high = num_full, num
-                own_place = masked_place(own_place, start, stop)
             else:
                 low, high = 0, num_full
-            q, grad = q_buffers.index(own_place), g_buffers.index(own_place)
             for i in range(low, high):
                 place = step % RING
                 if MASKED or HIDES:
@@ -345,7 +338,7 @@ def _compute_dq(
                 dqueries = warpgroup_mma_wait(0, deps=[of_dqueries])
                 mbarrier.arrive(empty.index(place), count=1)
                 step += 1
-        mbarrier.arrive(own_empty.index(turn & 1), count=1)
+        mbarrier.arrive(own_empty, count=1)
         lane = gl.arange(0, ROWS, gl.SliceLayout(1, GRADS))
         column = gl.arange(0, D, gl.SliceLayout(0, GRADS))
         token = token_of(own + WHO * ROWS + lane, residue, classes, DILATED)
@@ -370,19 +363,18 @@ def backward_kernel(
     """
     OWN_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], q.dtype)
     STREAM_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([STREAM, D], q.dtype)
-    own_buffers_a = gl.allocate_shared_memory(q.dtype, [4, ROWS, D], OWN_LAYOUT)  # of two tiles
-    own_buffers_b = gl.allocate_shared_memory(q.dtype, [4, ROWS, D], OWN_LAYOUT)
+    own_buffers_a = gl.allocate_shared_memory(q.dtype, [2, ROWS, D], OWN_LAYOUT)
+    own_buffers_b = gl.allocate_shared_memory(q.dtype, [2, ROWS, D], OWN_LAYOUT)
     stream_buffers_a = gl.allocate_shared_memory(q.dtype, [RING, STREAM, D], STREAM_LAYOUT)
     stream_buffers_b = gl.allocate_shared_memory(q.dtype, [RING, STREAM, D], STREAM_LAYOUT)
     lse_buffers = gl.allocate_shared_memory(gl.float32, [RING, 1, STREAM], of_rows.layout)
     delta_buffers = gl.allocate_shared_memory(gl.float32, [RING, 1, STREAM], of_rows.layout)
-    own_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    own_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    own_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    own_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     ready = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(2):
-        mbarrier.init(own_ready.index(i), count=1)
-        mbarrier.init(own_empty.index(i), count=2)
+    mbarrier.init(own_ready, count=1)
+    mbarrier.init(own_empty, count=2)
     for i in gl.static_range(RING):
         mbarrier.init(ready.index(i), count=1)
         mbarrier.init(empty.index(i), count=2)

@@ -275,7 +275,9 @@ def _compute(
         for MASKED in gl.static_range(2):
             if MASKED:
                 begin, end = gl.maximum(num_full, 1), num
-                q = q_buffers.index(masked_place(turn % Q_RING * 2 + WHO, start, stop))
+                # The same queries, by an address that does not look the same (no list ends before it starts): else
+                # ptxas reads here what it has computed before the loop over full blocks, even where there are none.
+                q = q_buffers.index(turn % Q_RING * 2 + WHO + (start > stop).to(gl.int32))
             else:
                 begin, end = 1, num_full
             for i in range(begin, end):
@@ -356,13 +358,6 @@ def _compute(
         take_turn(WHO)
     warpgroup_mma_wait(0, deps=[pending])
     tma.store_wait(0)
-
-
-@gluon.jit
-def masked_place(place, start, stop):
-    """The same place, for the loop over partial blocks, by a number that does not look the same (no list ends before it
-    starts): else ptxas reads there what it has computed before the loop over full ones, even where there are none."""
-    return place + (start > stop).to(gl.int32)
 
 
 @gluon.jit
