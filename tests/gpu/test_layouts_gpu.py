@@ -71,6 +71,18 @@ def test_nobody_waits(name):
     same(layout, BlockLayout.from_pattern(UNWAITED[name], 32768, block_size=128))
 
 
+@pytest.mark.parametrize("name", [*UNWAITED, *WAITED])
+def test_the_same_where_order_must_not_matter(name):
+    pattern = {**UNWAITED, **WAITED}[name]
+    torch.use_deterministic_algorithms(True)
+    try:
+        layout = BlockLayout.from_pattern(pattern, 32768, block_size=128, device="cuda")
+        _ = layout.key_work
+    finally:
+        torch.use_deterministic_algorithms(False)
+    same(layout, BlockLayout.from_pattern(pattern, 32768, block_size=128))
+
+
 def test_no_layout_is_built_in_a_capture():
     """It would be empty until the graph runs, and remembered like that."""
     x = torch.zeros(3, device="cuda")
