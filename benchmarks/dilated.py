@@ -223,7 +223,7 @@ def draw(record: Mapping[str, Any], path: Path) -> Path | None:
     axes.set(xscale="log", xlabel="tokens", ylabel="ns a token", ylim=(0, None),
              title="Dilated attention [2048, 4096, 8192] × [1, 2, 4], 8 heads × 64")  # fmt: skip
     axes.grid(alpha=0.3)
-    axes.legend()
+    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 0.2))
     figure.savefig(path, dpi=120)
     return path
 
