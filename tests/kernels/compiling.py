@@ -7,6 +7,8 @@ python -m tests.kernels.compiling 8.9 plain mean   # of these calls alone
 import json
 import sys
 from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from unittest.mock import patch
 
 import torch
@@ -24,6 +26,7 @@ from dilated_attention_pytorch.backends.decoding import Cache
 from dilated_attention_pytorch.kernels import decode, hopper_backward, hopper_forward, launch, select
 from dilated_attention_pytorch.layout import layout_of_branches
 from dilated_attention_pytorch.layout.rows import rows_at
+from tests.kernels.sass import disassembled, unwritten
 
 OPTIONS = ("num_warps", "num_stages", "maxnreg")
 SHORT = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
@@ -171,4 +174,8 @@ if __name__ == "__main__":
         launches = launches_of_selection if name in SELECTIONS else launches_of
         for kernel, args, kwargs in launches(capability, **(SELECTIONS.get(name) or CALLS[name])):
             compiled = compile_for(capability, kernel, args, kwargs)
-            print(json.dumps({"call": name, "kernel": kernel.__name__, "shared": compiled.metadata.shared}), flush=True)
+            found = {"call": name, "kernel": kernel.__name__, "shared": compiled.metadata.shared}
+            if kernel.__module__.rpartition(".")[2].startswith("hopper"):
+                with TemporaryDirectory() as folder:
+                    found["unwritten"] = unwritten(disassembled(compiled.asm["cubin"], Path(folder)))
+            print(json.dumps(found), flush=True)

@@ -9,6 +9,8 @@ import pytest
 
 pytest.importorskip("triton", reason="needs triton, which there is for Linux alone")
 
+from tests.kernels.sass import unwritten
+
 KIB = {"8.0": 163, "8.6": 99, "8.9": 99, "9.0": 227, "10.0": 227, "12.0": 99}  # of shared memory that a block may have
 ALIKE = ("8.9", "12.0")  # these take the tiles of 8.6, so that calls with every feature and every kernel will do
 SOME = ("few rows", "everything", "dilated, uneven", "mean")
@@ -30,3 +32,22 @@ def test_compiles(capability):
     assert ("backward_kernel" in names) == (capability == "9.0")  # Hopper's own
     for kernel in kernels:
         assert kernel["shared"] <= KIB[capability] * 1024, kernel
+        assert kernel.get("unwritten", []) == [], kernel
+    assert sum("unwritten" in kernel for kernel in kernels) == (9 if capability == "9.0" else 0)
+
+
+LOOPS = """
+        /*0000*/  ULDC.64 UR4, c[0x0][0x210] ;
+        /*0010*/  @!P0 BRA 0x50 ;
+        /*0020*/  UIADD3.64 UR8, UR4, 0x2, URZ ;
+        /*0030*/  HGMMA.64x64x16.F32.BF16 R24, R88, gdesc[UR8].tnspB, R24, gsb0 ;
+        /*0040*/  @P1 BRA 0x30 ;
+        /*0050*/  HGMMA.64x64x16.F32.BF16 R24, R88, gdesc[UR{}].tnspB, R24, gsb0 ;
+        /*0060*/  EXIT ;
+"""
+
+
+def test_an_address_of_a_loop_that_may_not_be_entered_is_seen():
+    """The second product reads what is computed before the first loop, which the branch goes round."""
+    assert unwritten(LOOPS.format(8)) == ["HGMMA.64x64x16.F32.BF16 R24, R88, gdesc[UR8].tnspB, R24, gsb0"]
+    assert unwritten(LOOPS.format(4)) == []
