@@ -119,11 +119,22 @@ CALLS = {
 }
 
 
-def launches_of(capability, *, head_dim, dtype, block=128, heads_kv=2, everything=False, segments=None):
+# What only the kernels for Hopper make something else of.
+HOPPER_CALLS = {
+    "large tiles": {"head_dim": 128, "dtype": torch.bfloat16},
+    "narrow keys": {"head_dim": 64, "dtype": torch.bfloat16, "block": (128, 64)},
+    "masks": {"head_dim": 64, "dtype": torch.bfloat16, "masks": True},
+}
+
+
+def launches_of(capability, *, head_dim, dtype, block=128, heads_kv=2, everything=False, masks=False, segments=None):
     """What forward and backward of a call launch."""
     seq, heads = 512, 4
     pattern = SlidingWindow(100, 0)
     extras = Extras(head_dim**-0.5)
+    if masks:
+        pattern = (SlidingWindow(200, 0) | GlobalTokens(3)) & Documents((100, 412))
+        extras = Extras(head_dim**-0.5, torch.zeros(1, seq, dtype=torch.bool))
     if everything:
         pattern = PerHead((SlidingWindow(9, 9) | GlobalTokens(3), Full(), Full(), Full())) & Documents((100, 412))
         padding, ids = torch.zeros(1, seq, dtype=torch.bool), torch.zeros(1, seq, dtype=torch.int64)
@@ -170,9 +181,10 @@ def launches_of_selection(capability, *, head_dim, dtype, blocks, patch):
 
 if __name__ == "__main__":
     capability = tuple(map(int, sys.argv[1].split(".")))
-    for name in sys.argv[2:] or [*CALLS, *SELECTIONS]:
+    calls = CALLS | HOPPER_CALLS if capability == (9, 0) else CALLS
+    for name in sys.argv[2:] or [*calls, *SELECTIONS]:
         launches = launches_of_selection if name in SELECTIONS else launches_of
-        for kernel, args, kwargs in launches(capability, **(SELECTIONS.get(name) or CALLS[name])):
+        for kernel, args, kwargs in launches(capability, **(calls | SELECTIONS)[name]):
             compiled = compile_for(capability, kernel, args, kwargs)
             found = {"call": name, "kernel": kernel.__name__, "shared": compiled.metadata.shared}
             if kernel.__module__.rpartition(".")[2].startswith("hopper"):

@@ -13,8 +13,9 @@ import triton
 
 LINE = re.compile(r"\s+/\*([0-9a-f]{4,5})\*/\s+(?:@!?(U?P\w+) )?([\w.]+)\s*(.*?)\s*;")
 WRITES = ("U", "R2UR", "S2UR", "VOTEU")
-ONLY_READS = ("UTMA", "UBLK", "UCG", "USETM")
+ONLY_READS = ("UISETP", "UTMA", "UBLK", "UCG", "USETM")
 ENDS = ("EXIT", "RET", "BRX")
+PADS = ("NOP", "BRA")  # behind the end
 ALWAYS = frozenset({63})  # URZ
 
 
@@ -26,9 +27,10 @@ def disassembled(cubin: bytes, folder: Path) -> str:
 
 
 def unwritten(text: str) -> list[str]:
-    """The instructions of a listing that read a register which some way from its start leaves unwritten.
+    """The instructions of a listing that read a register which some way from its start leaves unwritten, and those
+    that no way was found to: nothing is known of them.
 
-    One that is written under a condition counts as written.
+    A register that is written under a condition counts as written.
     """
     lines = [(int(at, 16), condition, name, rest) for at, condition, name, rest in LINE.findall(text)]
     place = {at: i for i, (at, *_) in enumerate(lines)}
@@ -48,7 +50,7 @@ def unwritten(text: str) -> list[str]:
     return [
         f"{name} {rest}"
         for (_, _, name, rest), read, known in zip(lines, reads, written, strict=True)
-        if known is not None and read - known
+        if (read - known if known is not None else name not in PADS)
     ]
 
 
@@ -80,7 +82,7 @@ def _successors(lines: list[tuple[int, str, str, str]], place: dict[int, int]) -
         if name.startswith("BRA"):
             target = re.search(r"0x([0-9a-f]+)\)?$", rest)
             taken = [place[int(target[1], 16)]] if target and int(target[1], 16) in place else []
-            targets.update(taken)
+            targets.update(j for j in taken if j > i)  # a loop leads nobody to its own start
             follows = taken + (follows if condition or re.match(r"!?U?P\d", rest) else [])
         elif name.startswith(ENDS) and not condition:
             follows = []

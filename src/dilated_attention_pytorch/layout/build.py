@@ -188,7 +188,7 @@ def find_blocks(
     if query_blocks is None:
         head = torch.arange(seq_k - seq_q, seq_k, block_q, dtype=torch.int32, device=HOST)
     else:
-        head = query_blocks.cpu() * block_q + (seq_k - seq_q)
+        head = (query_blocks.cpu() * block_q + (seq_k - seq_q)).int()
     spans = [None if _whole(term, seq_k) else Span.of(term.interval, head, seq_k, blocks, starts) for term in terms]
     for start, stop in _row_chunks(terms, spans, len(head), seq_k, blocks):
         found = []
@@ -246,7 +246,7 @@ class Span:
         """Of rows whose first queries have the positions `head`, where documents start at `starts`."""
         block_q, block_k = blocks
         left, right, key_stop, query_stop, same_document = interval
-        head = head.int()  # half the work of eight bytes: positions and bounds are at most 2³⁰ each
+        head = head.int()  # half the work of eight bytes: a position and a bound together are below 2³¹ − 1
         # First and last query together, which halves the operators: the queries, those of them that see any key, the
         # first keys that they see, and the keys behind the last ones.
         ends = torch.stack((head, (head + (block_q - 1)).clamp_(max=seq_k - 1)))
