@@ -48,7 +48,7 @@ def unwritten(text: str) -> list[str]:
                 written[j] = joined
                 work.append(j)
     return [
-        f"{name} {rest}"
+        f"{name} {rest}".strip()
         for (_, _, name, rest), read, known in zip(lines, reads, written, strict=True)
         if (read - known if known is not None else name not in PADS)
     ]

@@ -67,5 +67,5 @@ TABLE = """
 def test_what_a_table_leads_to_is_looked_at_and_what_nothing_leads_to_is_named():
     assert unwritten(TABLE) == ["FFMA R24, R24, UR8, R14"]
     assert unwritten(TABLE.replace("UR8", "R8")) == []
-    assert unwritten(TABLE.replace("UR8", "R8").replace("BRX R2 -0x10", "EXIT")) == ["FFMA R24, R24, R8, R14"]
+    assert unwritten(TABLE.replace("UR8", "R8").replace("BRX R2 -0x10", "EXIT")) == ["FFMA R24, R24, R8, R14", "EXIT"]
     assert unwritten(TABLE.replace("FFMA R24, R24, UR8, R14", "UISETP.GE.AND UP0, UPT, UR8, URZ, UPT")) != []
