@@ -22,7 +22,7 @@ demo: $(VENV)/.demo
 	$(BIN)/dilated-attention demo
 
 test: lint
-	$(BIN)/python -m pytest -n auto
+	$(BIN)/python -m pytest -n auto --dist worksteal
 
 # A real model: SmolLM2-135M, from a package of which only the file is used. Minutes.
 test-model: $(STAMP)
