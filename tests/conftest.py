@@ -42,3 +42,8 @@ def poisoned_memory():
     torch.manual_seed(0)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+def pytest_collection_modifyitems(items):
+    """What takes minutes begins first: an idle worker then takes the short ones."""
+    items.sort(key=lambda item: item.path.name != "test_compiles.py")
