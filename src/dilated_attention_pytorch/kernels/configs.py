@@ -63,8 +63,8 @@ SINGLE_PRECISION = {
 
 
 # Tiles of fewer than 64 own rows: one warp keeps them all, so that nothing goes from warp to warp. The backward has its
-# registers for that with heads of up to 64; there dq walks keys in tiles as large as its own. Measured on an H200, taken
-# on every architecture.
+# registers for that with heads of up to 64; there dq walks keys in tiles as large as its own. Measured on an H200,
+# taken on every architecture.
 FEW_ROWS = Configs(Config(32, 32, 1, 4), Config(32, 32, 1, 2), Config(32, 32, 1, 2))
 
 
