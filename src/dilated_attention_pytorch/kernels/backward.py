@@ -9,6 +9,8 @@ import triton.language as tl
 
 from .common import (
     count_tiles,
+    drawn_key,
+    drawn_query,
     kept,
     list_of,
     load_rows,
@@ -95,6 +97,8 @@ def dq_kernel(
         unit = 1.0
     if ALIBI:
         slope = tl.load(slopes + query_head)[:, None]
+    if DROPOUT:
+        of_query = drawn_query(seed, sample * heads + query_head, query, query)[:, None]
     dqueries = tl.zeros([PACK * TILE_Q, PADDED_D], tl.float32)
     num_full, masked_from, num_masked = count_tiles(start, split, stop, BLOCK_K, TILE_K)
     GATHERED: tl.constexpr = TILE_K > BLOCK_K
@@ -111,7 +115,7 @@ def dq_kernel(
             steepness = 1.0
             if SOFTCAP or ALIBI:
                 scores, steepness = shaped(
-                    scores * scale, query[:, None], key[None, :], slope, cap, seq_q, seq_k, SOFTCAP, ALIBI
+                    scores * scale, query[:, None] + (seq_k - seq_q) - key[None, :], slope, cap, SOFTCAP, ALIBI
                 )  # fmt: skip
             scores, raised = weighed(
                 scores, entry, query[:, None], key[None, :], which_list, rule_ids, branches, num_branches, seq_q, seq_k,
@@ -127,7 +131,7 @@ def dq_kernel(
                 weights = tl.where(seen, weights, 0.0)
             dweights = tl.dot(grads, values.T, input_precision=PRECISION)
             if DROPOUT:
-                stays = kept(seed, sample * heads + query_head[:, None], query[:, None], key[None, :], threshold)
+                stays = kept(of_query, drawn_key(seed, key, key)[None, :], threshold)
                 dweights = tl.where(stays, dweights * keep_scale, 0.0)
             dscores = weights * (dweights - row_delta[:, None]) * steepness
             dqueries = tl.dot(dscores.to(keys.dtype), keys, dqueries, input_precision=PRECISION)
@@ -172,6 +176,8 @@ def dkv_kernel(
     unit = scale
     if SOFTCAP or ALIBI:
         unit = 1.0
+    if DROPOUT:
+        of_key = drawn_key(seed, key, key)[:, None]
     padded_q = padded(seq_q, classes, BLOCK_Q)
     dkeys = tl.zeros([TILE_K, PADDED_D], tl.float32)
     dvalues = tl.zeros([TILE_K, PADDED_D], tl.float32)
@@ -201,7 +207,7 @@ def dkv_kernel(
                 steepness = 1.0
                 if SOFTCAP or ALIBI:
                     scores, steepness = shaped(
-                        scores * scale, query[None, :], key[:, None], slope, cap, seq_q, seq_k, SOFTCAP, ALIBI
+                        scores * scale, query[None, :] + (seq_k - seq_q) - key[:, None], slope, cap, SOFTCAP, ALIBI
                     )  # fmt: skip
                 scores, raised = weighed(
                     scores, entry, query[None, :], key[:, None], which_list, rule_ids, branches, num_branches,
@@ -218,7 +224,8 @@ def dkv_kernel(
                 dweights = tl.dot(values, grads.T, input_precision=PRECISION)
                 dropped = weights
                 if DROPOUT:
-                    stays = kept(seed, sample * heads + head, query[None, :], key[:, None], threshold)
+                    of_query = drawn_query(seed, sample * heads + head, query, query)[None, :]
+                    stays = kept(of_query, of_key, threshold)
                     dropped = tl.where(stays, weights * keep_scale, 0.0)
                     dweights = tl.where(stays, dweights * keep_scale, 0.0)
                 dvalues = tl.dot(dropped.to(grads.dtype), grads, dvalues, input_precision=PRECISION)

@@ -202,43 +202,68 @@ def tanh(x):
     """Exact to a few units in the last place of float32, also where x is small."""
     square = x * x
     series = x * (1 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835)))))
-    fall = tl.exp(-2 * tl.abs(x))
+    fall = tl.exp2(tl.abs(x) * -2.8853900817779268)
     bent = (1 - fall) / (1 + fall)
     return tl.where(tl.abs(x) < 0.25, series, tl.where(x < 0, -bent, bent))
 
 
 @triton.jit
-def shaped(scores, query, key, slope, cap, seq_q, seq_k, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr):
+def shaped(scores, ahead, slope, cap, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr):
     """Scores, capped and lowered by the distance of query and key, and the steepness of the cap at each.
 
-    The scores, `slope` and `cap` are in the units of the exponent.
+    The scores, `slope` and `cap` are in the units of the exponent; `ahead` is how far a query is ahead of a key.
     """
     steepness = 1.0
     if SOFTCAP:
-        bent = tanh(scores / cap)
+        bent = tanh(scores * (1 / cap))
         scores = cap * bent
         steepness = 1 - bent * bent
     if ALIBI:
-        scores -= slope * tl.abs(query + (seq_k - seq_q) - key).to(tl.float32)
+        scores -= slope * tl.abs(ahead).to(tl.float32)
     return scores, steepness
 
 
 @triton.jit
-def mix32(x):
-    """`patterns.blocks.mix32` on uint32."""
-    x = (x ^ (x >> 16)) * 0x045D9F3B
-    x = (x ^ (x >> 16)) * 0x045D9F3B
+def fold32(x):
     return x ^ (x >> 16)
 
 
 @triton.jit
-def kept(seed, stream, query, key, threshold):
-    """`backends.dropout.keep_mask`, of a seed in the form of a table."""
-    within = tl.load(seed + 1).to(tl.int32)
-    query += tl.load(seed + 5 + ((query >> tl.load(seed + 2).to(tl.int32)) & within)).to(tl.int32)
-    key += tl.load(seed + 5 + tl.load(seed + 4) + ((key >> tl.load(seed + 3).to(tl.int32)) & within)).to(tl.int32)
-    row = mix32(mix32(mix32(tl.load(seed).to(tl.uint32)) ^ stream.to(tl.uint32)) ^ query.to(tl.uint32))
-    return mix32(row ^ key.to(tl.uint32)).to(tl.int64) >= threshold
+def stir32(x):
+    return fold32(x * 0x045D9F3B) * 0x045D9F3B
+
+
+@triton.jit
+def later(seed, place, OF_KEYS: tl.constexpr):
+    """How many tokens later the tokens of a place's block are numbered, by a seed in the form of a table."""
+    at = (place >> tl.load(seed + 2 + OF_KEYS).to(tl.int32)) & tl.load(seed + 1).to(tl.int32)
+    if OF_KEYS:
+        at += tl.load(seed + 4).to(tl.int32)
+    return tl.load(seed + 5 + at).to(tl.int32)
+
+
+# `backends.dropout.keep_mask` in three parts: what a query or a key decides alone is not computed for every pair. Its
+# hash, `patterns.blocks.mix32`, is a fold, a stir and a fold; folds go through `^`, and two of them undo each other.
+
+
+@triton.jit
+def drawn_query(seed, stream, query, place):
+    """`place` is a token of each one's block, or of the block that all are in."""
+    query += later(seed, place, 0)
+    row = stir32(stir32(fold32(tl.load(seed).to(tl.uint32))) ^ fold32(stream.to(tl.uint32)))
+    return stir32(row ^ fold32(query.to(tl.uint32)))
+
+
+@triton.jit
+def drawn_key(seed, key, place):
+    key += later(seed, place, 1)
+    return fold32(key.to(tl.uint32))
+
+
+@triton.jit
+def kept(of_query, of_key, threshold):
+    drawn = fold32(stir32(of_query ^ of_key))
+    return (drawn >= threshold.to(tl.uint32)) & (threshold.to(tl.int64) < 1 << 32)  # all are dropped at 1 << 32
 
 
 @triton.jit

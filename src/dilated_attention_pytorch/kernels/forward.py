@@ -5,6 +5,8 @@ import triton.language as tl
 
 from .common import (
     count_tiles,
+    drawn_key,
+    drawn_query,
     kept,
     list_of,
     load_rows,
@@ -76,6 +78,8 @@ def forward_kernel(
         unit = 1.0
     if ALIBI:
         slope = tl.load(slopes + query_head)[:, None]
+    if DROPOUT:
+        of_query = drawn_query(seed, sample * heads + query_head, query, query)[:, None]
     top = tl.full([PACK * TILE_Q], float("-inf"), tl.float32)
     total = tl.zeros([PACK * TILE_Q], tl.float32)
     mixed = tl.zeros([PACK * TILE_Q, PADDED_D], tl.float32)
@@ -93,7 +97,7 @@ def forward_kernel(
                 scores = -scores
             if SOFTCAP or ALIBI:
                 scores, _ = shaped(
-                    scores * scale, query[:, None], key[None, :], slope, cap, seq_q, seq_k, SOFTCAP, ALIBI
+                    scores * scale, query[:, None] + (seq_k - seq_q) - key[None, :], slope, cap, SOFTCAP, ALIBI
                 )  # fmt: skip
             if MASKED or PADDING or DOCUMENT_IDS:
                 seen = pairs_allowed(
@@ -114,7 +118,7 @@ def forward_kernel(
             shrink = weights_of(top - base, NATURAL)
             total = total * shrink + tl.sum(weights, 1)
             if DROPOUT:
-                stays = kept(seed, sample * heads + query_head[:, None], query[:, None], key[None, :], threshold)
+                stays = kept(of_query, drawn_key(seed, key, key)[None, :], threshold)
                 weights = tl.where(stays, weights * keep_scale, 0.0)
             values = load_tile(v, v_base, sample, key_head, begin, key, v_s, seq_k, D, PADDED_D, TILE_K, TMA)
             mixed = tl.dot(weights.to(values.dtype), values, mixed * shrink[:, None], input_precision=PRECISION)
