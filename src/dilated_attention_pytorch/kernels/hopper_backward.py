@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from .common import counted, key_bounds, list_of, log_times, query_bounds
+from .common import counted, drawn_key, drawn_query, kept, key_bounds, list_of, log_times, query_bounds, shaped
 from .dealing import turns_of
 from .forward import VARYING
 from .hopper_forward import (
@@ -18,6 +18,7 @@ from .hopper_forward import (
     ROWS,
     TILE,
     VARYING_STEPS,
+    ahead_of,
     as_block,
     in_class,
     load_block,
@@ -132,22 +133,23 @@ def _compute_dkv(
     WHO: gl.constexpr, dk, dv, buffers, barriers, masks, lists, numbers,
     D: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, STREAM: gl.constexpr, RING: gl.constexpr,
     FLIP: gl.constexpr, NAMED: gl.constexpr, SINGLE: gl.constexpr, DOCUMENTS: gl.constexpr, PADDING: gl.constexpr,
-    DOCUMENT_IDS: gl.constexpr, DILATED: gl.constexpr,
-    OWN_LISTS: gl.constexpr,
+    DOCUMENT_IDS: gl.constexpr, DILATED: gl.constexpr, SOFTCAP: gl.constexpr, ALIBI: gl.constexpr,
+    DROPOUT: gl.constexpr, OWN_LISTS: gl.constexpr,
 ):  # fmt: skip
     k_buffers, v_buffers, q_buffers, g_buffers, lse_buffers, delta_buffers = buffers
     own_ready, own_empty, ready, empty = barriers
-    rule_ids, rules, documents, branches, padding, document_ids = masks
+    rule_ids, rules, documents, branches, padding, document_ids, seed, slopes = masks
     (
         offsets, splits, indices, work, batch, heads, group, num_blocks, lists_a_sample, heads_a_list,
         deal, classes, walked,
     ) = lists  # fmt: skip
-    seq_q, seq_k, num_intervals, num_branches, scale, scale_out = numbers
+    seq_q, seq_k, num_intervals, num_branches, scale, scale_out, cap, threshold, keep_scale = numbers
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STREAM, 16])  # keys × queries
     GRADS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, GRADS, 2)
     PER: gl.constexpr = BLOCK_Q // STREAM
     HIDES: gl.constexpr = PADDING or DOCUMENT_IDS
+    SHAPED: gl.constexpr = SOFTCAP or ALIBI
     # A key is seen by `reach` queries after `first` too, whatever the block.
     BOUNDED: gl.constexpr = SINGLE and not (NAMED or DOCUMENTS or HIDES)
     dtype: gl.constexpr = k_buffers.dtype
@@ -176,6 +178,9 @@ def _compute_dkv(
         if BOUNDED:
             first, last = query_bounds(key, rules, seq_q, seq_k)
             first, reach = reaching(first, last)
+        origin, of_key = token_of(own, residue, classes, DILATED) - (seq_k - seq_q), key
+        if DROPOUT:
+            of_key = drawn_key(seed, key, own)
         dkeys = gl.zeros([ROWS, D], gl.float32, GRADS)
         dvalues = gl.zeros([ROWS, D], gl.float32, GRADS)
         mbarrier.wait(own_ready, turn & 1)
@@ -186,6 +191,11 @@ def _compute_dkv(
                 OWN_LISTS,
             )  # fmt: skip
             which = list_of(sample, head, lists_a_sample, heads_a_list)
+            unit, slope = scale, 0.0
+            if SHAPED:
+                unit = 1.0
+            if ALIBI:
+                slope = gl.load(slopes + head)
             num_full, num = (turns_partial - begin) * PER, (end - begin) * PER
             for MASKED in gl.static_range(2):
                 if MASKED:
@@ -194,7 +204,7 @@ def _compute_dkv(
                     low, high = 0, num_full
                 for i in range(low, high):
                     place = step % RING
-                    if MASKED or HIDES:  # asked for now, read when the scores are there
+                    if MASKED or HIDES or SHAPED or DROPOUT:  # asked for now, read when the scores are there
                         other = gl.load(indices + begin + i // PER)
                     times = 1
                     if DILATED:
@@ -206,15 +216,21 @@ def _compute_dkv(
                     scores = warpgroup_mma_wait(1, deps=[of_scores])
                     if FLIP:
                         scores = -scores
+                    if SHAPED or DROPOUT:
+                        query = tokens_of(other, i, query_lane, walked, classes, BLOCK_Q, STREAM, DILATED)
+                    if SHAPED:
+                        scores, steepness = shaped(
+                            scores * scale, ahead_of(query, key, origin, seq_q, seq_k), slope, cap, SOFTCAP, ALIBI
+                        )  # fmt: skip
                     row_lse = as_row(lse_buffers.index(place)).load(gl.SliceLayout(0, SCORES))
                     if DILATED:
                         row_lse = row_lse - log_times(times, False)
                         if MASKED and DILATED == 2:
                             query = tokens_of(other, i, query_lane, walked, classes, BLOCK_Q, STREAM, DILATED)
                             scores = counted(
-                                scores, times, query, key, which, branches, num_branches, seq_q, seq_k, scale, False
+                                scores, times, query, key, which, branches, num_branches, seq_q, seq_k, unit, False
                             )
-                    weights = gl.exp2(scores * scale - gl.expand_dims(row_lse, 0))
+                    weights = gl.exp2(scores * unit - gl.expand_dims(row_lse, 0))
                     if MASKED or HIDES:  # noqa: SIM102
                         if begin < end:  # always so: see `hopper_forward`
                             query = tokens_of(other, i, query_lane, walked, classes, BLOCK_Q, STREAM, DILATED)
@@ -224,9 +240,22 @@ def _compute_dkv(
                                 BOUNDED, MASKED, False, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS,
                             )  # fmt: skip
                             weights = gl.where(seen, weights, 0.0)
-                    operand = gl.convert_layout(weights.to(dtype), OPERAND)
+                    dropped = weights
+                    if DROPOUT:
+                        if begin < end:
+                            of_query = drawn_query(seed, sample * heads + head, query, other * BLOCK_Q)
+                            # The sign says whether a weight stays: a mask would be packed until it is used again.
+                            weights = gl.where(kept(of_query, of_key, threshold), weights, -weights)
+                        dropped = gl.maximum(weights, 0.0)
+                    operand = gl.convert_layout(dropped.to(dtype), OPERAND)
+                    if SOFTCAP:
+                        weights *= steepness
                     row_delta = as_row(delta_buffers.index(place)).load(gl.SliceLayout(0, SCORES))
                     dweights = warpgroup_mma_wait(0, deps=[of_dweights])
+                    if DROPOUT:
+                        dweights = gl.where(weights > 0.0, dweights, 0.0)
+                        weights = gl.abs(weights)
+                        row_delta *= 1 / keep_scale
                     of_dvalues = warpgroup_mma(operand, grad, dvalues, is_async=True)
                     dscores = weights * (dweights - gl.expand_dims(row_delta, 0))
                     of_dkeys = warpgroup_mma(gl.convert_layout(dscores.to(dtype), OPERAND), q, dkeys, is_async=True)
@@ -237,6 +266,8 @@ def _compute_dkv(
         lane = gl.arange(0, ROWS, gl.SliceLayout(1, GRADS))
         column = gl.arange(0, D, gl.SliceLayout(0, GRADS))
         token = token_of(own + WHO * ROWS + lane, residue, classes, DILATED)
+        if DROPOUT:  # what all kept weights are multiplied by
+            dkeys, dvalues = dkeys * keep_scale, dvalues * keep_scale
         _store(dk, dkeys * scale_out, sample, token, key_head, seq_k, heads_kv, column, D)
         _store(dv, dvalues, sample, token, key_head, seq_k, heads_kv, column, D)
 
@@ -246,21 +277,23 @@ def _compute_dq(
     WHO: gl.constexpr, dq, lse, delta, buffers, barriers, masks, lists, numbers,
     D: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, STREAM: gl.constexpr, RING: gl.constexpr,
     FLIP: gl.constexpr, NAMED: gl.constexpr, SINGLE: gl.constexpr, DOCUMENTS: gl.constexpr, PADDING: gl.constexpr,
-    DOCUMENT_IDS: gl.constexpr, DILATED: gl.constexpr,
+    DOCUMENT_IDS: gl.constexpr, DILATED: gl.constexpr, SOFTCAP: gl.constexpr, ALIBI: gl.constexpr,
+    DROPOUT: gl.constexpr,
 ):  # fmt: skip
     q_buffers, g_buffers, k_buffers, v_buffers, lse_buffers, delta_buffers = buffers
     own_ready, own_empty, ready, empty = barriers
-    rule_ids, rules, documents, branches, padding, document_ids = masks
+    rule_ids, rules, documents, branches, padding, document_ids, seed, slopes = masks
     (
         offsets, splits, indices, work, batch, heads, group, num_blocks, lists_a_sample, heads_a_list,
         deal, classes, walked,
     ) = lists  # fmt: skip
-    seq_q, seq_k, num_intervals, num_branches, scale, scale_out = numbers
+    seq_q, seq_k, num_intervals, num_branches, scale, scale_out, cap, threshold, keep_scale = numbers
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STREAM, 16])  # queries × keys
     GRADS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, GRADS, 2)
     PER: gl.constexpr = BLOCK_K // STREAM
     HIDES: gl.constexpr = PADDING or DOCUMENT_IDS
+    SHAPED: gl.constexpr = SOFTCAP or ALIBI
     BOUNDED: gl.constexpr = SINGLE and not (NAMED or HIDES)
     dtype: gl.constexpr = q_buffers.dtype
     query_lane = gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
@@ -292,6 +325,15 @@ def _compute_dq(
         if BOUNDED:
             first, last = key_bounds(query, 0, 0, rules, documents, num_intervals, seq_q, seq_k, DOCUMENTS)
             first, reach = reaching(first, last)
+        unit, slope, of_query = scale, 0.0, query
+        origin = token_of(own, residue, classes, DILATED)
+        if SHAPED:
+            unit = 1.0
+        if ALIBI:
+            slope = gl.load(slopes + head)
+        if DROPOUT:
+            of_query = drawn_query(seed, sample * heads + head, query, own)
+            row_delta *= 1 / keep_scale
         dqueries = gl.zeros([ROWS, D], gl.float32, GRADS)
         num_full, num = (split - start) * PER, (stop - start) * PER
         mbarrier.wait(own_ready, turn & 1)
@@ -302,7 +344,7 @@ def _compute_dq(
                 low, high = 0, num_full
             for i in range(low, high):
                 place = step % RING
-                if MASKED or HIDES:
+                if MASKED or HIDES or SHAPED or DROPOUT:
                     other = gl.load(indices + start + i // PER)
                 times = 1
                 if DILATED:
@@ -314,15 +356,21 @@ def _compute_dq(
                 scores = warpgroup_mma_wait(1, deps=[of_scores])
                 if FLIP:
                     scores = -scores
+                if SHAPED or DROPOUT:
+                    key = tokens_of(other, i, key_lane, walked, classes, BLOCK_K, STREAM, DILATED)
+                if SHAPED:
+                    scores, steepness = shaped(
+                        scores * scale, ahead_of(query, key, origin, seq_q, seq_k), slope, cap, SOFTCAP, ALIBI
+                    )  # fmt: skip
                 lowered = row_lse
                 if DILATED:
                     lowered = row_lse - log_times(times, False)
                     if MASKED and DILATED == 2:
                         key = tokens_of(other, i, key_lane, walked, classes, BLOCK_K, STREAM, DILATED)
                         scores = counted(
-                            scores, times, query, key, which, branches, num_branches, seq_q, seq_k, scale, False
+                            scores, times, query, key, which, branches, num_branches, seq_q, seq_k, unit, False
                         )
-                weights = gl.exp2(scores * scale - gl.expand_dims(lowered, 1))
+                weights = gl.exp2(scores * unit - gl.expand_dims(lowered, 1))
                 if MASKED or HIDES:  # noqa: SIM102
                     if start < stop:
                         key = tokens_of(other, i, key_lane, walked, classes, BLOCK_K, STREAM, DILATED)
@@ -332,7 +380,12 @@ def _compute_dq(
                             BOUNDED, MASKED, False, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS,
                         )  # fmt: skip
                         weights = gl.where(seen, weights, 0.0)
+                if SOFTCAP:
+                    weights *= steepness
                 dweights = warpgroup_mma_wait(0, deps=[of_dweights])
+                if DROPOUT:
+                    stays = kept(of_query, drawn_key(seed, key, other * BLOCK_K), threshold)
+                    dweights = gl.where(stays, dweights, 0.0)
                 dscores = weights * (dweights - gl.expand_dims(row_delta, 1))
                 of_dqueries = warpgroup_mma(gl.convert_layout(dscores.to(dtype), OPERAND), k, dqueries, is_async=True)
                 dqueries = warpgroup_mma_wait(0, deps=[of_dqueries])
@@ -342,20 +395,22 @@ def _compute_dq(
         lane = gl.arange(0, ROWS, gl.SliceLayout(1, GRADS))
         column = gl.arange(0, D, gl.SliceLayout(0, GRADS))
         token = token_of(own + WHO * ROWS + lane, residue, classes, DILATED)
+        if DROPOUT:
+            dqueries = dqueries * keep_scale
         _store(dq, dqueries * scale_out, sample, token, head, seq_q, heads, column, D)
 
 
 @gluon.jit(do_not_specialize=[*VARYING, *VARYING_STEPS])
 def backward_kernel(
     q, k, v, grad, of_rows, lse, delta, dq, dk, dv,
-    offsets, splits, indices, rule_ids, work, rules, documents, branches, padding, document_ids,
+    offsets, splits, indices, rule_ids, work, rules, documents, branches, padding, document_ids, seed, slopes,
     batch, heads, group, seq_q, seq_k, num_blocks, lists_a_sample, heads_a_list, num_intervals, num_branches, classes,
     total, num_tiles, first, order, walked, q_step, k_step, v_step, g_step,
-    scale, scale_out,
+    scale, scale_out, cap, threshold, keep_scale,
     D: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, STREAM: gl.constexpr, RING: gl.constexpr,
     FLIP: gl.constexpr, NAMED: gl.constexpr, SINGLE: gl.constexpr, DOCUMENTS: gl.constexpr, PADDING: gl.constexpr,
-    DOCUMENT_IDS: gl.constexpr, DILATED: gl.constexpr, OWN_LISTS: gl.constexpr,
-    OF_KEYS: gl.constexpr,
+    DOCUMENT_IDS: gl.constexpr, DILATED: gl.constexpr, SOFTCAP: gl.constexpr, ALIBI: gl.constexpr,
+    DROPOUT: gl.constexpr, OWN_LISTS: gl.constexpr, OF_KEYS: gl.constexpr,
 ):  # fmt: skip
     """dk and dv (OF_KEYS; the lists are those by key) or dq.
 
@@ -380,21 +435,23 @@ def backward_kernel(
         mbarrier.init(empty.index(i), count=2)
     buffers = (own_buffers_a, own_buffers_b, stream_buffers_a, stream_buffers_b, lse_buffers, delta_buffers)
     barriers = (own_ready, own_empty, ready, empty)
-    masks = (rule_ids, rules, documents, branches, padding, document_ids)
+    masks = (rule_ids, rules, documents, branches, padding, document_ids, seed, slopes)
     lists = (
         offsets, splits, indices, work, batch, heads, group, num_blocks, lists_a_sample, heads_a_list,
         (total, num_tiles, first, order), classes, walked,
     )  # fmt: skip
-    numbers = (seq_q, seq_k, num_intervals, num_branches, scale, scale_out)
+    numbers = (seq_q, seq_k, num_intervals, num_branches, scale, scale_out, cap, threshold, keep_scale)
     if OF_KEYS:
         gl.warp_specialize([
             (_compute_dkv, (
                 0, dk, dv, buffers, barriers, masks, lists, numbers, D, BLOCK_Q, BLOCK_K, STREAM, RING,
-                FLIP, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS, DILATED, OWN_LISTS,
+                FLIP, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS, DILATED, SOFTCAP, ALIBI, DROPOUT,
+                OWN_LISTS,
             )),
             (_compute_dkv, (
                 1, dk, dv, buffers, barriers, masks, lists, numbers, D, BLOCK_Q, BLOCK_K, STREAM, RING,
-                FLIP, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS, DILATED, OWN_LISTS,
+                FLIP, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS, DILATED, SOFTCAP, ALIBI, DROPOUT,
+                OWN_LISTS,
             )),
             (_fetch, (
                 k, v, q, grad, of_rows, buffers, barriers, lists, (k_step, v_step, q_step, g_step),
@@ -405,11 +462,11 @@ def backward_kernel(
         gl.warp_specialize([
             (_compute_dq, (
                 0, dq, lse, delta, buffers, barriers, masks, lists, numbers, D, BLOCK_Q, BLOCK_K, STREAM, RING,
-                FLIP, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS, DILATED,
+                FLIP, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS, DILATED, SOFTCAP, ALIBI, DROPOUT,
             )),
             (_compute_dq, (
                 1, dq, lse, delta, buffers, barriers, masks, lists, numbers, D, BLOCK_Q, BLOCK_K, STREAM, RING,
-                FLIP, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS, DILATED,
+                FLIP, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS, DILATED, SOFTCAP, ALIBI, DROPOUT,
             )),
             (_fetch, (
                 q, grad, k, v, of_rows, buffers, barriers, lists, (q_step, g_step, k_step, v_step),

@@ -30,7 +30,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .binding import MOST, described_again
-from .common import counted, key_bounds, list_of, load_work, log_times, pairs_allowed
+from .common import (
+    counted,
+    drawn_key,
+    drawn_query,
+    kept,
+    key_bounds,
+    list_of,
+    load_work,
+    log_times,
+    pairs_allowed,
+    shaped,
+)
 from .dealing import tile_dealt, turns_of
 from .forward import VARYING
 
@@ -199,18 +210,20 @@ def _compute(
     D: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, TILE_K: gl.constexpr,
     Q_RING: gl.constexpr, KV_RING: gl.constexpr, FLIP: gl.constexpr,
     NAMED: gl.constexpr, SINGLE: gl.constexpr, DOCUMENTS: gl.constexpr, PADDING: gl.constexpr,
-    DOCUMENT_IDS: gl.constexpr, DILATED: gl.constexpr,
+    DOCUMENT_IDS: gl.constexpr, DILATED: gl.constexpr, SOFTCAP: gl.constexpr, ALIBI: gl.constexpr,
+    DROPOUT: gl.constexpr,
 ):  # fmt: skip
     q_buffers, k_buffers, v_buffers = buffers
     q_ready, q_empty, k_ready, k_empty, v_ready, v_empty = barriers
-    rule_ids, rules, documents, branches, padding, document_ids = masks
+    rule_ids, rules, documents, branches, padding, document_ids, seed, slopes = masks
     indices, work, heads, group, num_blocks, lists_a_sample, heads_a_list, deal, classes, walked, _ = lists
-    seq_q, seq_k, num_intervals, num_branches, scale = numbers
+    seq_q, seq_k, num_intervals, num_branches, scale, cap, threshold, keep_scale = numbers
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_K, 16])
     MIXED: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, MIXED, 2)
     PER: gl.constexpr = BLOCK_K // TILE_K
     HIDES: gl.constexpr = PADDING or DOCUMENT_IDS
+    SHAPED: gl.constexpr = SOFTCAP or ALIBI
     BOUNDED: gl.constexpr = SINGLE and not NAMED  # a query sees `reach` keys after `first` too, whatever the block
     dtype: gl.constexpr = q_buffers.dtype
     # As what weights wait for their turn: ptxas keeps rounded ones with their pairs the wrong way round, and to turn
@@ -244,6 +257,14 @@ def _compute(
         if BOUNDED:
             first, last = key_bounds(query, 0, 0, rules, documents, num_intervals, seq_q, seq_k, DOCUMENTS)
             first, reach = reaching(first, last)
+        unit, slope, of_query = scale, 0.0, query
+        if SHAPED:  # scores are brought to their units before they are shaped
+            unit = 1.0
+        origin = token_of(query_from, residue, classes, DILATED)
+        if ALIBI:
+            slope = gl.load(slopes + head)
+        if DROPOUT:
+            of_query = drawn_query(seed, sample * heads + head, query, query_from)
         num_full = (split - start) * PER
         num = gl.maximum((stop - start) * PER, 1)  # a row without keys has one block, of which it sees nothing
 
@@ -256,17 +277,23 @@ def _compute(
         mbarrier.arrive(k_empty.index(step % KV_RING), count=1)
         if FLIP:
             scores = -scores
+        if SHAPED or DROPOUT:
+            key = tokens_of(block, 0, key_lane, walked, classes, BLOCK_K, TILE_K, DILATED)
+        if SHAPED:
+            scores = shaped(scores * scale, ahead_of(query, key, origin, seq_q, seq_k), slope, cap, SOFTCAP, ALIBI)[0]
         if HIDES or num_full == 0:
             key = tokens_of(block, 0, key_lane, walked, classes, BLOCK_K, TILE_K, DILATED)
             scores = _hide(
-                scores, query, first, reach, key, start, split, stop, sample, which, times, scale,
+                scores, query, first, reach, key, start, split, stop, sample, which, times, unit,
                 rule_ids, rules, documents, branches, padding, document_ids, num_intervals, num_branches, seq_q, seq_k,
                 True, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS, DILATED,
             )  # fmt: skip
-        top = row_max(scores) * scale
+        top = row_max(scores) * unit
         base = gl.where(top == float("-inf"), 0.0, top)
-        weights = gl.exp2(scores * scale - gl.expand_dims(base - raised, 1))
+        weights = gl.exp2(scores * unit - gl.expand_dims(base - raised, 1))
         sums = gl.sum(weights, 1)
+        if DROPOUT:
+            weights *= gl.where(kept(of_query, drawn_key(seed, key, block * BLOCK_K), threshold), keep_scale, 0.0)
         weights = weights.to(KEPT)
         if turn > 0:  # by now the tile before has left its buffer
             tma.store_wait(0)
@@ -282,7 +309,7 @@ def _compute(
                 begin, end = 1, num_full
             for i in range(begin, end):
                 here, before = step + i, step + i - 1
-                if MASKED or HIDES:  # asked for now, read when the scores are there
+                if MASKED or HIDES or ALIBI or DROPOUT:  # asked for now, read when the scores are there
                     block = gl.load(indices + start + i // PER)
                 if DILATED:
                     times = gl.load(rule_ids + start + i // PER)
@@ -299,25 +326,35 @@ def _compute(
                 scores = warpgroup_mma_wait(1, deps=[of_scores])
                 if FLIP:
                     scores = -scores
+                if SHAPED or DROPOUT:
+                    key = tokens_of(block, i, key_lane, walked, classes, BLOCK_K, TILE_K, DILATED)
+                if SHAPED:
+                    scores = shaped(
+                        scores * scale, ahead_of(query, key, origin, seq_q, seq_k), slope, cap, SOFTCAP, ALIBI
+                    )[0]
                 if MASKED or HIDES:  # noqa: SIM102
                     # Always so; but what is behind a branch is not computed early, to be kept until it is needed.
                     if start < stop:
                         key = tokens_of(block, i, key_lane, walked, classes, BLOCK_K, TILE_K, DILATED)
                         scores = _hide(
                             scores, query, first, reach, key, start + i // PER, split, stop, sample, which, times,
-                            scale, rule_ids, rules, documents, branches, padding, document_ids,
+                            unit, rule_ids, rules, documents, branches, padding, document_ids,
                             num_intervals, num_branches, seq_q, seq_k,
                             not MASKED, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS, DILATED,
                         )  # fmt: skip
-                new_top = gl.maximum(top, row_max(scores) * scale)
+                new_top = gl.maximum(top, row_max(scores) * unit)
                 base = new_top
                 if MASKED or HIDES:
                     base = gl.where(new_top == float("-inf"), 0.0, new_top)
                 shrink = gl.exp2(top - base)
                 if DILATED:
                     base = base - log_times(times, False)
-                weights = gl.exp2(scores * scale - gl.expand_dims(base, 1))
+                weights = gl.exp2(scores * unit - gl.expand_dims(base, 1))
                 sums = sums * shrink + gl.sum(weights, 1)
+                if DROPOUT:
+                    weights *= gl.where(
+                        kept(of_query, drawn_key(seed, key, block * BLOCK_K), threshold), keep_scale, 0.0
+                    )
                 top = new_top
                 mixed, operand = warpgroup_mma_wait(0, deps=[of_mixed, operand])
                 mbarrier.arrive(k_empty.index(place), count=1)
@@ -411,6 +448,12 @@ def tokens_of(block, i, lane, walked, classes, BLOCK: gl.constexpr, TILE: gl.con
 
 
 @gluon.jit
+def ahead_of(query, key, origin, seq_q, seq_k):
+    """How many tokens queries are ahead of keys. Pairs have only the difference of two floats, exact near `origin`."""
+    return (query - origin).to(gl.float32) - (key - (seq_k - seq_q) - origin).to(gl.float32)
+
+
+@gluon.jit
 def _hide(
     scores, query, first, reach, key, entry, split, stop, sample, which, times, scale,
     rule_ids, rules, documents, branches, padding, document_ids, num_intervals, num_branches, seq_q, seq_k,
@@ -436,14 +479,15 @@ VARYING_STEPS = ("total", "num_tiles", "first", "order", "batch", "walked", "q_s
 @gluon.jit(do_not_specialize=[*VARYING, *VARYING_STEPS])
 def forward_kernel(
     q, k, v, out, lse,
-    indices, rule_ids, work, rules, documents, branches, padding, document_ids,
+    indices, rule_ids, work, rules, documents, branches, padding, document_ids, seed, slopes,
     heads, group, seq_q, seq_k, num_blocks, lists_a_sample, heads_a_list, num_intervals, num_branches, classes,
     total, num_tiles, first, order, walked, q_step, k_step, v_step,
-    scale,
+    scale, cap, threshold, keep_scale,
     D: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, TILE_K: gl.constexpr,
     Q_RING: gl.constexpr, KV_RING: gl.constexpr, FLIP: gl.constexpr,
     NAMED: gl.constexpr, SINGLE: gl.constexpr, DOCUMENTS: gl.constexpr, PADDING: gl.constexpr,
-    DOCUMENT_IDS: gl.constexpr, DILATED: gl.constexpr,
+    DOCUMENT_IDS: gl.constexpr, DILATED: gl.constexpr, SOFTCAP: gl.constexpr, ALIBI: gl.constexpr,
+    DROPOUT: gl.constexpr,
 ):  # fmt: skip
     """`q`, `k`, `v` and `out` are what `describe` makes; `total` to `order` are a `Deal`, `walked` is the number of key
     blocks of a class, and steps lead from one class to the next."""
@@ -468,21 +512,21 @@ def forward_kernel(
         mbarrier.init(v_empty.index(i), count=2)
     buffers = (q_buffers, k_buffers, v_buffers)
     barriers = (q_ready, q_empty, k_ready, k_empty, v_ready, v_empty)
-    masks = (rule_ids, rules, documents, branches, padding, document_ids)
+    masks = (rule_ids, rules, documents, branches, padding, document_ids, seed, slopes)
     steps = (q_step, k_step, v_step)
     lists = (
         indices, work, heads, group, num_blocks, lists_a_sample, heads_a_list, (total, num_tiles, first, order),
         classes, walked, steps,
     )  # fmt: skip
-    numbers = (seq_q, seq_k, num_intervals, num_branches, scale)
+    numbers = (seq_q, seq_k, num_intervals, num_branches, scale, cap, threshold, keep_scale)
     gl.warp_specialize([
         (_compute, (
             0, out, lse, buffers, barriers, masks, lists, numbers, D, BLOCK_Q, BLOCK_K, TILE_K, Q_RING, KV_RING,
-            FLIP, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS, DILATED,
+            FLIP, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS, DILATED, SOFTCAP, ALIBI, DROPOUT,
         )),
         (_compute, (
             1, out, lse, buffers, barriers, masks, lists, numbers, D, BLOCK_Q, BLOCK_K, TILE_K, Q_RING, KV_RING,
-            FLIP, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS, DILATED,
+            FLIP, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS, DILATED, SOFTCAP, ALIBI, DROPOUT,
         )),
         (_fetch, (q, k, v, buffers, barriers, lists, D, BLOCK_Q, BLOCK_K, TILE_K, Q_RING, KV_RING, DILATED)),
     ], [4, 1], [240, 24])  # fmt: skip

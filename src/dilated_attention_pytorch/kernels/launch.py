@@ -18,7 +18,17 @@ from ..layout import BlockLayout
 from ..layout.lists import neighbourhood
 from . import binding
 from .backward import dkv_kernel, dq_kernel, rows_kernel
-from .configs import FEW_ROWS, HOPPER_BACKWARD, HOPPER_FORWARD, Config, Configs, configs, for_rows, padded_dim
+from .configs import (
+    FEW_ROWS,
+    HOPPER_BACKWARD,
+    HOPPER_FORWARD,
+    HOPPER_SHAPED,
+    Config,
+    Configs,
+    configs,
+    for_rows,
+    padded_dim,
+)
 from .dealing import Deal, deals
 from .forward import forward_kernel
 
@@ -136,7 +146,7 @@ class Call:
         lists = layout.num_heads or 1
         self.own_lists = lists > self.heads_kv  # query heads of a key head follow different ones
         nothing = layout.by_query.offsets
-        self.masks = (  # the seed is last: who knows no dropout leaves it out
+        self.masks = (
             layout.rules,
             layout.documents,
             layout.branches,
@@ -263,8 +273,6 @@ class Call:
     def _on_hopper(self, own_block: int, block: int, *tensors: Tensor) -> bool:
         """Whether the warp-specialised kernels can take the call."""
         fits = self.head_dim in HOPPER_FORWARD and own_block % 128 == 0 and block % 64 == 0
-        # They know scaled products alone, and nothing of dropout.
-        fits = fits and not (self.flags["SOFTCAP"] or self.flags["ALIBI"] or self.flags["DROPOUT"])
         # The copy engine reaches a class of tokens where all classes are equally long.
         fits = fits and not (self.layout.seq_q % self.layout.classes or self.layout.seq_k % self.layout.classes)
         return self.hopper and fits and all(map(_can_be_described, tensors))
@@ -277,9 +285,10 @@ class Call:
         for programs, deal in self._deals(layout.num_q_blocks, layout.block_q // 128, self.heads):
             self._launch(
                 hopper_forward.forward_kernel, (programs,),
-                (*described, lse, *self._by_query(), *self.masks[:-1]),
+                (*described, lse, *self._by_query(), *self.masks, self.slopes),
                 (*self.sizes, layout.num_q_blocks, *self.list_sizes, *deal,
-                 layout.num_k_blocks // layout.classes, *(x.stride(1) for x in (self.q, self.k, self.v)), self.units),
+                 layout.num_k_blocks // layout.classes, *(x.stride(1) for x in (self.q, self.k, self.v)), self.units,
+                 self.cap, *self.dropout),
                 **self._hopper_flags(), TILE_K=tile_k, Q_RING=q_ring, KV_RING=kv_ring,
                 num_warps=4, maxnreg=168,
             )  # fmt: skip
@@ -287,6 +296,8 @@ class Call:
     def _hopper_backward(self, do: Tensor, of_rows: Rows, dq: Tensor, dk: Tensor, dv: Tensor, *, of_keys: bool) -> None:
         layout = self.layout
         stream, ring = HOPPER_BACKWARD[self.head_dim]
+        if of_keys and (self.flags["SOFTCAP"] or self.flags["ALIBI"] or self.flags["DROPOUT"]):
+            stream, ring = HOPPER_SHAPED
         stream = min(stream, layout.block_q if of_keys else layout.block_k)
         if of_keys:
             lists, work = layout.by_key, layout.key_work
@@ -303,9 +314,9 @@ class Call:
         for programs, deal in self._deals(num_blocks, tiles, heads):
             self._launch(
                 hopper_backward.backward_kernel, (programs,),
-                (*described, *of_rows[1:], dq, dk, dv, *lists.tensors(), work, *self.masks[:-1]),
+                (*described, *of_rows[1:], dq, dk, dv, *lists.tensors(), work, *self.masks, self.slopes),
                 (self.batch, *self.sizes, num_blocks, *self.list_sizes, *deal, walked // layout.classes,
-                 *(x.stride(1) for x in inputs), self.units, self.scale),
+                 *(x.stride(1) for x in inputs), self.units, self.scale, self.cap, *self.dropout),
                 **self._hopper_flags(), STREAM=stream, RING=ring, OWN_LISTS=self.own_lists, OF_KEYS=of_keys,
                 num_warps=4, maxnreg=168,
             )  # fmt: skip
@@ -320,7 +331,7 @@ class Call:
         return [hopper_forward.describe(x, num, self.layout.classes) for x, num in zip(tensors, rows, strict=True)]
 
     def _hopper_flags(self) -> dict[str, Any]:
-        unknown = ("PADDED_D", "PRECISION", "NATURAL", "SOFTCAP", "ALIBI", "DROPOUT")
+        unknown = ("PADDED_D", "PRECISION", "NATURAL")
         return {name: value for name, value in self.flags.items() if name not in unknown}
 
     def _by_query(self) -> list[Tensor]:
