@@ -7,6 +7,7 @@ import torch
 
 from dilated_attention_pytorch import Branches, dilated_attention
 from dilated_attention_pytorch.testing import Case, assert_exact
+from tests.gpu.norms import assert_near
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -69,6 +70,15 @@ def test_dropout_equals_the_reference():
         )
         found.append(out)
     torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(("branches", "scale"), [(EVEN, None), (UNEVEN, -0.1)])
+def test_shaped_and_dropped(branches, scale, head_dim):
+    torch.manual_seed(0)
+    slopes = torch.tensor([0.03, 0.01, 0.003, 0.0], device="cuda")
+    options = {"scale": scale, "softcap": 1.5, "alibi_slopes": slopes, "dropout_p": 0.3}
+    assert_near(case_of(branches, seq=2304, heads_kv=2, head_dim=head_dim, is_causal=True, **options))
 
 
 def test_compiled():
