@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from .common import (
+    ahead_of,
     count_tiles,
     drawn_key,
     drawn_query,
@@ -92,11 +93,11 @@ def dq_kernel(
     of_row = (sample_64 * heads + query_head) * (num_blocks * BLOCK_Q) + own
     row_lse, row_delta = tl.load(lse + of_row), tl.load(delta + of_row)
 
-    unit, slope = scale, 0.0
+    unit, slope, origin = scale, 0.0, 0
     if SOFTCAP or ALIBI:
         unit = 1.0
     if ALIBI:
-        slope = tl.load(slopes + query_head)[:, None]
+        slope, origin = tl.load(slopes + query_head)[:, None], tl.min(query, 0)
     if DROPOUT:
         of_query = drawn_query(seed, sample * heads + query_head, query, query)[:, None]
     dqueries = tl.zeros([PACK * TILE_Q, PADDED_D], tl.float32)
@@ -115,7 +116,8 @@ def dq_kernel(
             steepness = 1.0
             if SOFTCAP or ALIBI:
                 scores, steepness = shaped(
-                    scores * scale, query[:, None] + (seq_k - seq_q) - key[None, :], slope, cap, SOFTCAP, ALIBI
+                    scores * scale, ahead_of(query[:, None], key[None, :], origin, seq_q, seq_k), slope, cap, SOFTCAP,
+                    ALIBI, NATURAL,
                 )  # fmt: skip
             scores, raised = weighed(
                 scores, entry, query[:, None], key[None, :], which_list, rule_ids, branches, num_branches, seq_q, seq_k,
@@ -173,9 +175,11 @@ def dkv_kernel(
     keys = load_rows(k + sample_64 * k_b + key_head_64 * k_h, key, k_s, real_key, D, PADDED_D)
     values = load_rows(v + sample_64 * v_b + key_head_64 * v_h, key, v_s, real_key, D, PADDED_D)
 
-    unit = scale
+    unit, origin = scale, 0
     if SOFTCAP or ALIBI:
         unit = 1.0
+    if ALIBI:
+        origin = tl.min(key, 0) - (seq_k - seq_q)
     if DROPOUT:
         of_key = drawn_key(seed, key, key)[:, None]
     padded_q = padded(seq_q, classes, BLOCK_Q)
@@ -207,7 +211,8 @@ def dkv_kernel(
                 steepness = 1.0
                 if SOFTCAP or ALIBI:
                     scores, steepness = shaped(
-                        scores * scale, query[None, :] + (seq_k - seq_q) - key[:, None], slope, cap, SOFTCAP, ALIBI
+                        scores * scale, ahead_of(query[None, :], key[:, None], origin, seq_q, seq_k), slope, cap,
+                        SOFTCAP, ALIBI, NATURAL,
                     )  # fmt: skip
                 scores, raised = weighed(
                     scores, entry, query[None, :], key[:, None], which_list, rule_ids, branches, num_branches,

@@ -97,7 +97,7 @@ def decode_kernel(
                 scores = -scores
             if SOFTCAP or ALIBI:
                 scores, _ = shaped(
-                    scores * scale, position - key[None, :], slope, cap, SOFTCAP, ALIBI
+                    scores * scale, (position - key[None, :]).to(tl.float32), slope, cap, SOFTCAP, ALIBI, NATURAL
                 )  # fmt: skip
             scores = tl.where(seen[None, :], scores, float("-inf"))
             if PAGED:  # garbage must not look like a result

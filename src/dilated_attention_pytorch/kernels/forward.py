@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from .common import (
+    ahead_of,
     count_tiles,
     drawn_key,
     drawn_query,
@@ -73,11 +74,11 @@ def forward_kernel(
     at = query.to(tl.int64) * q_s + query_head.to(tl.int64) * q_h
     queries = load_rows(q + sample_64 * q_b, at, 1, real, D, PADDED_D)
 
-    unit, slope = scale, 0.0
+    unit, slope, origin = scale, 0.0, 0
     if SOFTCAP or ALIBI:  # scores are brought to their units before they are shaped
         unit = 1.0
     if ALIBI:
-        slope = tl.load(slopes + query_head)[:, None]
+        slope, origin = tl.load(slopes + query_head)[:, None], tl.min(query, 0)
     if DROPOUT:
         of_query = drawn_query(seed, sample * heads + query_head, query, query)[:, None]
     top = tl.full([PACK * TILE_Q], float("-inf"), tl.float32)
@@ -97,7 +98,8 @@ def forward_kernel(
                 scores = -scores
             if SOFTCAP or ALIBI:
                 scores, _ = shaped(
-                    scores * scale, query[:, None] + (seq_k - seq_q) - key[None, :], slope, cap, SOFTCAP, ALIBI
+                    scores * scale, ahead_of(query[:, None], key[None, :], origin, seq_q, seq_k), slope, cap, SOFTCAP,
+                    ALIBI, NATURAL,
                 )  # fmt: skip
             if MASKED or PADDING or DOCUMENT_IDS:
                 seen = pairs_allowed(

@@ -9,7 +9,18 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from .common import counted, drawn_key, drawn_query, kept, key_bounds, list_of, log_times, query_bounds, shaped
+from .common import (
+    ahead_of,
+    counted,
+    drawn_key,
+    drawn_query,
+    kept,
+    key_bounds,
+    list_of,
+    log_times,
+    query_bounds,
+    shaped,
+)
 from .dealing import turns_of
 from .forward import VARYING
 from .hopper_forward import (
@@ -18,7 +29,6 @@ from .hopper_forward import (
     ROWS,
     TILE,
     VARYING_STEPS,
-    ahead_of,
     as_block,
     in_class,
     load_block,
@@ -220,7 +230,8 @@ def _compute_dkv(
                         query = tokens_of(other, i, query_lane, walked, classes, BLOCK_Q, STREAM, DILATED)
                     if SHAPED:
                         scores, steepness = shaped(
-                            scores * scale, ahead_of(query, key, origin, seq_q, seq_k), slope, cap, SOFTCAP, ALIBI
+                            scores * scale, ahead_of(query, key, origin, seq_q, seq_k), slope, cap,
+                            SOFTCAP, ALIBI, False,
                         )  # fmt: skip
                     row_lse = as_row(lse_buffers.index(place)).load(gl.SliceLayout(0, SCORES))
                     if DILATED:
@@ -360,7 +371,7 @@ def _compute_dq(
                     key = tokens_of(other, i, key_lane, walked, classes, BLOCK_K, STREAM, DILATED)
                 if SHAPED:
                     scores, steepness = shaped(
-                        scores * scale, ahead_of(query, key, origin, seq_q, seq_k), slope, cap, SOFTCAP, ALIBI
+                        scores * scale, ahead_of(query, key, origin, seq_q, seq_k), slope, cap, SOFTCAP, ALIBI, False
                     )  # fmt: skip
                 lowered = row_lse
                 if DILATED:

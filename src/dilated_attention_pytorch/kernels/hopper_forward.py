@@ -31,6 +31,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .binding import MOST, described_again
 from .common import (
+    ahead_of,
     counted,
     drawn_key,
     drawn_query,
@@ -280,7 +281,9 @@ def _compute(
         if SHAPED or DROPOUT:
             key = tokens_of(block, 0, key_lane, walked, classes, BLOCK_K, TILE_K, DILATED)
         if SHAPED:
-            scores = shaped(scores * scale, ahead_of(query, key, origin, seq_q, seq_k), slope, cap, SOFTCAP, ALIBI)[0]
+            scores = shaped(
+                scores * scale, ahead_of(query, key, origin, seq_q, seq_k), slope, cap, SOFTCAP, ALIBI, False
+            )[0]
         if HIDES or num_full == 0:
             key = tokens_of(block, 0, key_lane, walked, classes, BLOCK_K, TILE_K, DILATED)
             scores = _hide(
@@ -330,7 +333,7 @@ def _compute(
                     key = tokens_of(block, i, key_lane, walked, classes, BLOCK_K, TILE_K, DILATED)
                 if SHAPED:
                     scores = shaped(
-                        scores * scale, ahead_of(query, key, origin, seq_q, seq_k), slope, cap, SOFTCAP, ALIBI
+                        scores * scale, ahead_of(query, key, origin, seq_q, seq_k), slope, cap, SOFTCAP, ALIBI, False
                     )[0]
                 if MASKED or HIDES:  # noqa: SIM102
                     # Always so; but what is behind a branch is not computed early, to be kept until it is needed.
@@ -445,12 +448,6 @@ def tokens_of(block, i, lane, walked, classes, BLOCK: gl.constexpr, TILE: gl.con
     residue, row = in_class(block, walked, DILATED)
     first = row * BLOCK + i % (BLOCK // TILE) * TILE
     return gl.expand_dims(token_of(first + lane, residue, classes, DILATED), 0)
-
-
-@gluon.jit
-def ahead_of(query, key, origin, seq_q, seq_k):
-    """How many tokens queries are ahead of keys. Pairs have only the difference of two floats, exact near `origin`."""
-    return (query - origin).to(gl.float32) - (key - (seq_k - seq_q) - origin).to(gl.float32)
 
 
 @gluon.jit
