@@ -1,7 +1,7 @@
 """The GPU benchmark: this library beside FlexAttention and dense cuDNN and flash attention, on the same tensors.
 
     python benchmarks/gpu.py                       # all of it, about 4 minutes on an H200
-    python benchmarks/gpu.py --only kernels        # one or more of kernels, lengths, layouts, seeds, calls
+    python benchmarks/gpu.py --only kernels        # one or more of kernels, options, lengths, layouts, seeds, calls
     python benchmarks/gpu.py --autotune            # FlexAttention with max-autotune too (minutes more)
     python benchmarks/gpu.py --commit ID           # where the tree has no .git
 
@@ -11,10 +11,13 @@ work throttles on power: only ratios within a row mean something. bfloat16, batc
 
 kernels  TFLOP/s of the active blocks, forward and backward (5 products counted; deterministic, as ours always is). A
          rival's `ratio` is its time ÷ ours; of dense attention, measured on 16,384 tokens, its time × the real density.
+options  The same with a cap, ALiBi slopes or dropout, beside our plain kernels (those of other GPUs) and FlexAttention
+         with a `score_mod`. Checked against the plain PyTorch backend in float32, dropout with the same seed.
 lengths  Time per token and peak memory by length, 8 heads × 64, float16, 20 blocks a row, forward after a second of the
          same (the longest call takes half of one, and sustained work throttles on power); peak in units of what must
          exist: q, k, v, out and lse, and for a training step their gradients and delta.
-layouts  Building a layout on the GPU beside the forward it serves, and `create_block_mask`.
+layouts  Building a layout on the GPU beside the forward it serves, and `create_block_mask`: alone, from the call to the
+         end, and as a part of a busy device's time, which is what a model pays.
 seeds    The variants of the seeds' table: time and memory of forward and backward by length.
 calls    What a call costs the host: the mean of 200 in a row, the best of five times.
 
@@ -37,6 +40,7 @@ from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import triton
@@ -57,6 +61,7 @@ from dilated_attention_pytorch import (
     SparsePatternConfig,
     block_sparse_attention,
 )
+from dilated_attention_pytorch.kernels import launch
 from dilated_attention_pytorch.memory import measure_peak
 from dilated_attention_pytorch.testing.timing import gpu_seconds
 from gpu_report import as_text, draw
@@ -279,6 +284,111 @@ def _check(case: Case, layout: BlockLayout, tensors: list[Tensor], found: dict[s
             same(f"{case.name}: {name}, {part}", each.natural(got), mine)
 
 
+OPTIONS = ("softcap", "alibi", "dropout")
+SOFTCAP = 20.0
+
+
+def option_cases() -> list[tuple[Case, str]]:
+    patterns = {"causal window 1024": SlidingWindow(1023, 0), "random": RandomBlocks(13)}
+    return [
+        (Case(name, pattern, head_dim), option)
+        for head_dim in (128, 64)
+        for name, pattern in patterns.items()
+        for option in OPTIONS
+    ]
+
+
+class PlainKernels(Attention):
+    """Ours, by the kernels of other GPUs."""
+
+    def forward(self) -> Tensor:
+        with _plain():
+            return super().forward()
+
+    def backward(self) -> Callable[[], tuple[Tensor, ...]]:
+        with _plain():
+            run = super().backward()
+
+        def backward() -> tuple[Tensor, ...]:
+            with _plain():
+                return run()
+
+        return backward
+
+
+def _plain() -> Any:
+    return patch.object(launch.Call, "_on_hopper", lambda *args: False)
+
+
+def option_contenders(case: Case, option: str, tensors: list[Tensor]) -> dict[str, Attention]:
+    """The last, the plain PyTorch backend in float32, is not timed."""
+    layouts = [
+        BlockLayout.from_pattern(case.pattern, case.tokens, block_size=case.block, device="cuda") for _ in range(2)
+    ]
+    slopes = 2.0 ** -torch.linspace(1, 8, tensors[0].shape[2], device="cuda")
+    given = {"softcap": {"softcap": SOFTCAP}, "alibi": {"alibi_slopes": slopes}, "dropout": {"dropout_p": 0.1}}[option]
+
+    def ours(layout: BlockLayout, backend: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if option == "dropout":
+            torch.manual_seed(7)
+        return block_sparse_attention(q, k, v, layout, backend=backend, **given)
+
+    found = {
+        "ours": Attention(partial(ours, layouts[0], "triton"), tensors, False),
+        "plain kernels": PlainKernels(partial(ours, layouts[1], "triton"), tensors, False),
+    }
+
+    def capped(score: Tensor, b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return SOFTCAP * torch.tanh(score / SOFTCAP)
+
+    def sloped(score: Tensor, b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return score - slopes[h] * (query - key).abs()
+
+    if option != "dropout":
+        compiled = torch.compile(flex_attention, dynamic=False)
+        change = capped if option == "softcap" else sloped
+        run = partial(compiled, score_mod=change, block_mask=_flex_mask(case, layouts[0]))
+        found["flex"] = Attention(run, [x.transpose(1, 2) for x in tensors], True)
+    found["expected"] = Attention(partial(ours, layouts[1], "blockwise"), [x.float() for x in tensors], False)
+    return found
+
+
+def _compile_option(index: int) -> None:
+    case, option = option_cases()[index]
+    found = option_contenders(case, option, random_inputs(case.tokens, WIDTH // case.head_dim, case.head_dim))
+    del found["expected"]
+    for each in found.values():
+        each.forward()
+        each.backward()()
+
+
+def options(args: argparse.Namespace) -> list[dict[str, Any]]:
+    rows = []
+    with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as pool:
+        list(pool.map(_compile_option, range(len(option_cases()))))
+    for case, option in option_cases():
+        tensors = random_inputs(case.tokens, WIDTH // case.head_dim, case.head_dim)
+        found = option_contenders(case, option, tensors)
+        reference = found.pop("expected")
+        out, grads = reference.forward(), reference.backward()()
+        row: dict[str, Any] = {"name": case.name, "option": option, "head_dim": case.head_dim}
+        for name, each in found.items():
+            same(f"{case.name}, {option}: {name}, out", each.natural(each.forward()), out)
+            for part, got, want in zip(("dq", "dk", "dv"), each.backward()(), grads, strict=True):
+                same(f"{case.name}, {option}: {name}, {part}", each.natural(got), want)
+        for way in ("forward", "backward"):
+            runs = {name: each.forward if way == "forward" else each.backward() for name, each in found.items()}
+            times = {name: statistics.median(each) * 1e3 for name, each in seconds_of(runs).items()}
+            row |= {f"{way}_ms": times["ours"]}
+            row |= {f"{way}, {name}": times[name] / times["ours"] for name in times if name != "ours"}
+        rows.append(row)
+        say(", ".join(f"{key} {value:.2f}" if isinstance(value, float) else str(value) for key, value in row.items()))
+        del found, reference, out, grads, tensors
+        gc.collect()
+        torch.cuda.empty_cache()
+    return rows
+
+
 def lengths(args: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
     patterns = {"window": SlidingWindow(1279, 1279), "random": RandomBlocks(20)}
@@ -474,7 +584,7 @@ def calls(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 SECTIONS: dict[str, Callable[[argparse.Namespace], list[dict[str, Any]]]] = {
-    "calls": calls, "kernels": kernels, "layouts": layouts, "seeds": seeds, "lengths": lengths,
+    "calls": calls, "kernels": kernels, "options": options, "layouts": layouts, "seeds": seeds, "lengths": lengths,
 }  # fmt: skip
 
 

@@ -33,7 +33,8 @@ def as_text(record: Mapping[str, Any]) -> str:
             head = ["layout", "D", "block", "density", "TFLOP/s", *(f"÷ {name}" for name in RIVALS)]
             parts.append(table(f"{way}: ours, and the time of others ÷ ours (dense: × density)", head, rows))
     for name, title in (
-        ("lengths", "by length"), ("layouts", "building layouts"), ("seeds", "the seeds' variants"), ("calls", "calls"),
+        ("options", "with options: ms, and the time of others ÷ ours"), ("lengths", "by length"),
+        ("layouts", "building layouts"), ("seeds", "the seeds' variants"), ("calls", "calls"),
     ):  # fmt: skip
         rows = record.get(name, [])
         if rows:
