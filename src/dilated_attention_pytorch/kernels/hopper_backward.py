@@ -257,7 +257,7 @@ def _compute_dkv(
                             of_query = drawn_query(seed, sample * heads + head, query, other * BLOCK_Q)
                             # The sign says whether a weight stays: a mask would be packed until it is used again.
                             weights = gl.where(kept(of_query, of_key, threshold), weights, -weights)
-                        dropped = gl.maximum(weights, 0.0)
+                        dropped = gl.where(weights < 0.0, 0.0, weights)  # NaN is not lost
                     operand = gl.convert_layout(dropped.to(dtype), OPERAND)
                     if SOFTCAP:
                         weights *= steepness
