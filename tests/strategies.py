@@ -143,39 +143,6 @@ def cases(draw, dropout=False, most=150, shaped=True):
 
 
 @st.composite
-def whole_blocks(draw):
-    """A call in float64, in whole blocks, with one list for all heads, where nobody asks for lse's gradient."""
-    block_q, block_k = draw(st.sampled_from(BLOCKS))
-    seq_q, seq_k = draw(st.integers(1, 8)) * block_q, draw(st.integers(1, 8)) * block_k
-    batch, heads, head_dim = draw(st.integers(1, 2)), draw(st.integers(1, 3)), draw(st.sampled_from([1, 4, 16]))
-    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
-    if draw(st.booleans()):
-        layout = BlockLayout.from_pattern(draw(patterns(seq_k)), seq_q, seq_k, block_size=(block_q, block_k))
-    else:
-        mask = torch.rand(seq_q // block_q, seq_k // block_k, generator=generator)
-        mask = mask < draw(st.sampled_from([0.0, 0.2, 0.5, 1.0]))
-        layout = BlockLayout.from_block_mask(mask, (block_q, block_k), seq_q=seq_q, seq_k=seq_k)
-    q, k, v, do = (
-        torch.randn(batch, seq, heads, head_dim, generator=generator, dtype=torch.float64)
-        for seq in (seq_q, seq_k, seq_k, seq_q)
-    )
-    padding = torch.rand(batch, seq_k, generator=generator) < draw(st.sampled_from([0.1, 0.9, 1.0]))
-    ids = torch.randint(0, 4, (batch, seq_k), generator=generator)
-    return Case(
-        q,
-        k,
-        v,
-        layout,
-        do,
-        dlse=None,
-        is_causal=draw(st.booleans()),
-        scale=draw(st.sampled_from([None, 0.3, -1.0])),
-        key_padding_mask=padding if draw(st.booleans()) else None,
-        document_ids=ids if seq_q <= seq_k and draw(st.booleans()) else None,
-    )
-
-
-@st.composite
 def branches(draw, most=150):
     """Segments shorter and longer than the sequence, dilations larger than their segments, any offsets."""
     length = st.one_of(st.integers(1, most), st.sampled_from([16, 32, 48, 64, 96, 128, 2 * most]))

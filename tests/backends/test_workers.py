@@ -14,7 +14,6 @@ from dilated_attention_pytorch.testing import Case, assert_exact
 @pytest.fixture
 def two_threads(monkeypatch):
     monkeypatch.setattr(blockwise, "SHARED_OUT", 0)
-    monkeypatch.setattr(blockwise, "FEW", 0)  # there PyTorch's own threads do it
     torch.set_num_threads(2)
     yield
     torch.set_num_threads(1)

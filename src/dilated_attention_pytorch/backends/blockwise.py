@@ -5,12 +5,10 @@ A row of blocks is cut into pieces of at most `PIECE` keys; pieces with the same
 whatever rows of the unit, form a tile. A tile is one gather of whole key blocks and two batched BLAS products around
 one softmax; its result is merged into the rows' running (out, lse).
 
-Key blocks are first copied together, one key head at a time, so that gathers read whole blocks. Long calls are shared
-out over the threads, each share by itself with operators that are not split (`workers`): forward by rows, so that all
-read one copy of a key head; backward by key heads, whose gradients then have one writer.
-
-Where rows have few keys (`_few_keys`) all of that takes longer than the arithmetic. There a unit is all heads of a
-sample, key blocks are gathered as they lie, and PyTorch's own attention computes a tile, with what is hidden as a mask.
+Key blocks that are used often are first copied together, one key head at a time, so that gathers read whole blocks;
+those used once or twice are gathered from the tensor as it lies, with the heads innermost to share its cache lines.
+Long calls are shared out over the threads, each share by itself with operators that are not split (`workers`): forward
+by rows, so that all read one copy of a key head; backward by key heads, whose gradients then have one writer.
 
 Shapes: a tile has `num` pieces of `width` key blocks; query rows are [num, M, D] with M = stacked heads · block_q.
 """
@@ -37,17 +35,15 @@ from .dropout import keep_mask
 name = "blockwise"
 ordered = False
 
-_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-
 # Tuned on 2 CPU cores; benchmarks/results/cpu.json has what they give.
 PIECE = 1024  # keys in one piece of a row
 TILE_SCORES = 1 << 20  # scores in one tile: they should stay in the cache
-RANGE = 1 << 20  # elements of the query rows of a unit
-FEW = 512  # keys a row up to which PyTorch's own attention is quicker
+RANGE_COPIED = 1 << 20  # elements of the query rows of a unit where key heads come one after the other
+RANGE_DIRECT = 1 << 19  # and where they are innermost
 SHARED_OUT = 1 << 26  # scores a sample from which on threads work apart: below it, PyTorch's own are quicker to start
 LEFT = 1 << 26  # bytes that calls on a CPU leave to the next, at most
 HEADS_A_COPY = 4  # key heads for each copy of one that is held at a time
+REUSE = 2  # uses of a key block above which copying it first pays
 ACCELERATOR = 32  # how many times larger tiles and ranges are where there is no cache to stay in but a launch to pay
 
 
@@ -102,12 +98,11 @@ class Scratch:
 def forward(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, extras: Extras) -> tuple[Tensor, Tensor]:
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=compute_dtype(q.dtype), device=q.device)
-    call = _Call(q, k, v, layout, extras, heads_at_once=_few_keys(q, k, layout, extras))
+    call = _Call(q, k, v, layout, extras)
     shares = call.shares(call.num_threads)
-    attend = _forward_at_once if call.heads_at_once else _forward
     for units in call.stages(shared_by=len(shares)):
         parts = _dealt_out(units, len(shares))
-        workers.run([partial(attend, *both, q, out, lse) for both in zip(shares, parts, strict=True)])
+        workers.run([partial(_forward, *both, q, out, lse) for both in zip(shares, parts, strict=True)])
     call.end(shares)
     return out, lse
 
@@ -147,28 +142,6 @@ def _forward(call: _Call, units: list[_Unit], q: Tensor, out: Tensor, lse: Tenso
         call.store_lse(lse, unit, total)
 
 
-def _forward_at_once(call: _Call, units: list[_Unit], q: Tensor, out: Tensor, lse: Tensor) -> None:
-    for unit in units:
-        queries, mixed, total = call.rows_of(q, unit), call.rows_of(out, unit), call.lse_of(lse, unit)
-        for tile in call.tiles(unit):
-            hidden = call.hidden(unit, tile)
-            part, part_lse = _attention(
-                queries[tile.rows],
-                call.gather(unit.keys, tile, "keys").transpose(1, 2),
-                call.gather(unit.values, tile, "values").transpose(1, 2),
-                attn_mask=hidden,
-                scale=call.extras.scale,
-            )
-            if hidden is not None:  # PyTorch gives 0 for the lse of a row without keys
-                part_lse.masked_fill_(hidden.amax(-1) == -torch.inf, -torch.inf)
-            if tile.first:
-                mixed[tile.rows], total[tile.rows] = part, part_lse
-            else:
-                _merge(mixed, total, tile.rows, part, part_lse)
-        empty = call.empty_rows(unit)
-        mixed[empty], total[empty] = 0.0, -torch.inf
-
-
 def backward(
     do: Tensor,
     dlse: Tensor | None,
@@ -180,16 +153,14 @@ def backward(
     layout: BlockLayout,
     extras: Extras,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    at_once = dlse is None and _few_keys(q, k, layout, extras)  # PyTorch knows no gradient of lse
-    call = _Call(q, k, v, layout, extras, heads_at_once=at_once)
-    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    if call.heads_at_once:
-        _backward_at_once(call, (do, q, out, lse), (dq, dk.zero_(), dv.zero_()))
-        call.scratch.end()
-        return dq, dk, dv
+    call = _Call(q, k, v, layout, extras)
+    new = torch.empty_like if call.copied else torch.zeros_like
+    dq = torch.empty_like(q, memory_format=torch.contiguous_format)
+    dk, dv = (new(x, memory_format=torch.contiguous_format) for x in (k, v))
     # How many depends on the heads alone, so that a sample's bits do not depend on its batch; and copies of key heads,
     # one for each share, stay a small part of what the call holds anyway.
-    shares = call.shares(max(1, min(call.key_heads // HEADS_A_COPY, call.num_threads)))
+    heads = call.key_heads // HEADS_A_COPY if call.copied else call.key_heads
+    shares = call.shares(max(1, min(heads, call.num_threads)))
     workers.run([partial(_backward, share, (do, q, out, lse), dlse, (dq, dk, dv)) for share in shares])
     call.end(shares)
     return dq, dk, dv
@@ -200,7 +171,7 @@ def _backward(
 ) -> None:
     (do, q, out, lse), (dq, dk, dv), extras = given, grads, call.extras
     for unit in (unit for units in call.stages() for unit in units):
-        dkeys, dvalues = call.accumulator("dkeys", unit), call.accumulator("dvalues", unit)
+        dkeys, dvalues = call.accumulator("dkeys", dk, unit), call.accumulator("dvalues", dv, unit)
         queries = call.load("queries", q, unit)
         grad = call.load("grad", do, unit)
         dqueries = call.load("dqueries", out, unit)
@@ -212,6 +183,8 @@ def _backward(
         empty = total == -torch.inf
         total.masked_fill_(empty, torch.inf)  # no weight anywhere,
         delta.masked_fill_(empty, 0.0)  # and no gradient, even if an infinite one comes in
+        if empty.any():
+            grad.masked_fill_(empty[..., None], 0.0)
         for tile in call.tiles(unit):
             scores = call.scores(queries, unit, tile, steepness=True)
             weights = scores.sub_(total[tile.rows, :, None]).exp_()
@@ -239,45 +212,9 @@ def _backward(
             elif not direct:
                 dqueries[tile.rows] += part
         call.store(dq, unit, dqueries)
-        if unit.closes_key_head:
+        if call.copied and unit.closes_key_head:
             call.store_keys(dk, unit, dkeys)
             call.store_keys(dv, unit, dvalues)
-
-
-def _backward_at_once(call: _Call, given: tuple[Tensor, ...], grads: tuple[Tensor, Tensor, Tensor]) -> None:
-    (do, q, out, lse), (dq, dk, dv) = given, grads
-    for unit in (unit for units in call.stages() for unit in units):
-        queries, grad, mixed, dqueries = (call.rows_of(x, unit) for x in (q, do, out, dq))
-        dkeys, dvalues = (x[unit.sample].unflatten(0, (-1, call.layout.block_k)) for x in (dk, dv))
-        total = call.lse_of(lse, unit)
-        dqueries[call.empty_rows(unit)] = 0.0
-        for tile in call.tiles(unit):
-            rows, at = tile.rows, tile.blocks.flatten()
-            hidden = call.hidden(unit, tile)
-            tile_grad, tile_total = grad[rows], total[rows]
-            if hidden is not None:
-                empty = tile_total == -torch.inf  # no gradient, even if an infinite one comes in
-                if empty.any():
-                    tile_grad = tile_grad.masked_fill(empty[..., None], 0.0)
-                    tile_total = tile_total.masked_fill(empty, torch.inf)
-            part, *of_blocks = _attention_backward(
-                tile_grad,
-                queries[rows],
-                call.gather(unit.keys, tile, "keys").transpose(1, 2),
-                call.gather(unit.values, tile, "values").transpose(1, 2),
-                mixed[rows],
-                tile_total,
-                0.0,
-                False,
-                attn_mask=hidden,
-                scale=call.extras.scale,
-            )
-            if tile.first:
-                dqueries[rows] = part
-            else:
-                dqueries[rows] += part
-            for total_grad, more in zip((dkeys, dvalues), of_blocks, strict=True):
-                total_grad.index_add_(0, at, more.transpose(1, 2).reshape(len(at), *total_grad.shape[1:]))
 
 
 def _merge(mixed: Tensor, total: Tensor, rows: Tensor | slice, part: Tensor, part_lse: Tensor) -> None:
@@ -303,26 +240,16 @@ def _scatter_add(blocks: Tensor, tile: _Tile, grad: Tensor) -> None:
     blocks.index_add_(0, tile.blocks.flatten(), grad.view(-1, *blocks.shape[1:]))
 
 
-def _few_keys(q: Tensor, k: Tensor, layout: BlockLayout, extras: Extras) -> bool:
-    """Whether PyTorch's own attention computes the tiles, of all heads at once: on a CPU, in whole blocks of one list
-    for all, of few keys a row."""
-    plain = extras.seed is None and not extras.shaped and not layout.dilated and layout.num_lists == 1
-    whole = layout.seq_q % layout.block_q == 0 and layout.seq_k % layout.block_k == 0
-    same = q.dtype == compute_dtype(q.dtype) and q.shape[2] == k.shape[2]
-    keys = len(layout.by_query.indices) * layout.block_k
-    return q.device.type == "cpu" and plain and whole and same and keys <= FEW * layout.num_q_blocks
-
-
 @dataclass(frozen=True)
 class _Unit:
-    """Query heads that share a list and a key head, or all heads, over a range of query blocks."""
+    """Query heads that share a list and a key head, over a range of query blocks."""
 
     sample: int
     key_head: int
     heads: slice
     rows: range  # query blocks
     tokens: slice  # the same in tokens
-    keys: Tensor  # [num_k_blocks, block_k, D], or [num_k_blocks, block_k, heads, D]
+    keys: Tensor  # [num_k_blocks, block_k, D]
     values: Tensor
     opens_key_head: bool
     closes_key_head: bool
@@ -345,9 +272,7 @@ class _Tile:
 class _Call:
     """What all units of a call share; a share of it has some of the key heads and its own scratch memory."""
 
-    def __init__(
-        self, q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, extras: Extras, *, heads_at_once: bool
-    ) -> None:
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, extras: Extras) -> None:
         self.k, self.v, self.layout, self.extras = k, v, layout, extras
         self.batch, _, self.num_heads, self.head_dim = q.shape
         self.key_heads = k.shape[2]
@@ -356,19 +281,20 @@ class _Call:
         self.enlarge: float = 1 if q.device.type == "cpu" else ACCELERATOR
         self.own_key_heads = range(self.key_heads)
         self.plans: dict[tuple[int, range], list[_Tile]] = {}
-        self.heads_at_once = heads_at_once
+        group = self.num_heads // self.key_heads
         # Query heads stacked into one tile: all of a key head, unless each has its own list.
-        self.stacked = self.num_heads if heads_at_once else self.num_heads // self.key_heads
-        if layout.num_heads is not None and layout.num_heads > self.key_heads:
-            self.stacked = 1
+        self.stacked = 1 if layout.num_heads is not None and layout.num_heads > self.key_heads else group
         self.edges = layout.by_query.offsets.cpu().long(), layout.by_query.splits.cpu().long()
+        uses = group // self.stacked * len(layout.by_query.indices) / (layout.num_lists * layout.num_k_blocks)
+        plain = k.dtype == compute_dtype(k.dtype) and layout.seq_k % layout.block_k == 0 and layout.classes == 1
+        self.copied = uses > REUSE or not plain
         block = layout.block_q * layout.block_k
         self.scores_a_sample = len(layout.by_query.indices) // layout.num_lists * block * self.num_heads
 
     @property
     def num_threads(self) -> int:
         """How many threads work apart; 1 where operators that are split do better."""
-        apart = self.device.type == "cpu" and self.scores_a_sample >= SHARED_OUT and not self.heads_at_once
+        apart = self.device.type == "cpu" and self.scores_a_sample >= SHARED_OUT
         return torch.get_num_threads() if apart else 1
 
     def shares(self, num: int) -> list[_Call]:
@@ -391,27 +317,31 @@ class _Call:
     def stages(self, shared_by: int = 1) -> Iterator[list[_Unit]]:
         """Units that can run side by side, stage after stage; those of a stage are enough for all who share them."""
         for sample in range(self.batch):
-            if self.heads_at_once:
-                keys, values = (x[sample].unflatten(0, (-1, self.layout.block_k)) for x in (self.k, self.v))
-                yield list(self._of_key_head(sample, 0, [range(self.layout.num_q_blocks)], keys, values))
-                continue
-            ranges = self._ranges(2 * shared_by if shared_by > 1 else 1)
-            for key_head in self.own_key_heads:
-                (keys, copy_keys), (values, copy_values) = (
-                    self._copy(n, x[sample, :, key_head]) for n, x in (("keys", self.k), ("values", self.v))
-                )
-                if shared_by > 1:
-                    workers.run([copy_keys, copy_values])
-                else:
-                    copy_keys()
-                    copy_values()
-                yield list(self._of_key_head(sample, key_head, ranges, keys, values))
+            if self.copied:
+                ranges = self._ranges(RANGE_COPIED, 2 * shared_by if shared_by > 1 else 1)
+                for key_head in self.own_key_heads:
+                    (keys, copy_keys), (values, copy_values) = (
+                        self._copy(n, x[sample, :, key_head]) for n, x in (("keys", self.k), ("values", self.v))
+                    )
+                    if shared_by > 1:
+                        workers.run([copy_keys, copy_values])
+                    else:
+                        copy_keys()
+                        copy_values()
+                    yield list(self._of_key_head(sample, key_head, ranges, keys, values))
+            else:
+                units: list[_Unit] = []
+                for rows in self._ranges(RANGE_DIRECT):
+                    for key_head in self.own_key_heads:
+                        keys, values = (self._view(x, sample, key_head) for x in (self.k, self.v))
+                        units += self._of_key_head(sample, key_head, [rows], keys, values)
+                yield units
 
-    def _ranges(self, in_parts: int = 1) -> list[range]:
+    def _ranges(self, elements: int, in_parts: int = 1) -> list[range]:
         """Runs of query blocks, each of one class."""
         classes, row = self.layout.classes, self.stacked * self.layout.block_q * self.head_dim
         num, in_parts = self.layout.num_q_blocks // classes, -(-in_parts // classes)
-        parts = -(-num // max(1, int(self.enlarge * RANGE) // row))
+        parts = -(-num // max(1, int(self.enlarge * elements) // row))
         parts = min(num, -(-parts // in_parts) * in_parts)
         cuts = [
             (c * num + num * i // parts, c * num + num * (i + 1) // parts) for c in range(classes) for i in range(parts)
@@ -444,6 +374,10 @@ class _Call:
         stop = min(start + num * layout.classes, layout.seq_q)
         return slice(min(start, stop), stop, layout.classes)
 
+    def _view(self, x: Tensor, sample: int, key_head: int) -> Tensor:
+        """Keys or values of a head as blocks [num_k_blocks, block_k, D], as they lie."""
+        return x[sample, :, key_head].unflatten(0, (-1, self.layout.block_k))
+
     def _copy(self, name: str, x: Tensor) -> tuple[Tensor, Callable[[], None]]:
         """The same as contiguous blocks in the compute dtype, zeros behind the end, and the job that fills them.
 
@@ -460,8 +394,10 @@ class _Call:
 
         return blocks[:, 0], fill
 
-    def accumulator(self, name: str, unit: _Unit) -> Tensor:
+    def accumulator(self, name: str, grad: Tensor, unit: _Unit) -> Tensor:
         """Where the gradient of this unit's key blocks is summed."""
+        if not self.copied:
+            return self._view(grad, unit.sample, unit.key_head)
         blocks = self.scratch(name, *unit.keys.shape)
         return blocks.zero_() if unit.opens_key_head else blocks
 
@@ -477,15 +413,6 @@ class _Call:
 
     def store(self, x: Tensor, unit: _Unit, tiles: Tensor) -> None:
         _from_blocks(x[unit.sample, unit.tokens, unit.heads], tiles.unflatten(1, (self.stacked, -1)))
-
-    def rows_of(self, x: Tensor, unit: _Unit) -> Tensor:
-        """Rows of q, out or their gradients as they lie, [rows, heads, block_q, D]; PyTorch reads whole rows."""
-        x = x[unit.sample] if x.stride(-1) == 1 else x[unit.sample].contiguous()
-        return x.unflatten(0, (-1, self.layout.block_q)).transpose(1, 2)
-
-    def lse_of(self, x: Tensor, unit: _Unit) -> Tensor:
-        """Rows of a (batch, heads, seq_q) tensor as they lie, [rows, heads, block_q]."""
-        return x[unit.sample].unflatten(1, (-1, self.layout.block_q)).transpose(0, 1)
 
     def load_lse(self, name: str, x: Tensor, unit: _Unit, behind: float = 0.0) -> Tensor:
         """Rows of a (batch, heads, seq_q) tensor as [rows, M]."""
@@ -567,11 +494,11 @@ class _Call:
             masked=any(mask is not None for mask in masks),
         )
 
-    def gather(self, blocks: Tensor, tile: _Tile, name: str = "gathered") -> Tensor:
-        """Key or value blocks of a tile, [num, width · block_k, …]; what had this name before is overwritten."""
-        picked = self.scratch(name, tile.blocks.numel(), *blocks.shape[1:])
+    def gather(self, blocks: Tensor, tile: _Tile) -> Tensor:
+        """Key or value blocks of a tile, [num, width · block_k, D]; the one before is overwritten."""
+        picked = self.scratch("gathered", tile.blocks.numel(), *blocks.shape[1:])
         torch.index_select(blocks, 0, tile.blocks.flatten(), out=picked)
-        return picked.view(len(tile.blocks), -1, *blocks.shape[2:])
+        return picked.view(len(tile.blocks), -1, blocks.shape[-1])
 
     def scores(self, queries: Tensor, unit: _Unit, tile: _Tile, *, steepness: bool = False) -> Tensor:
         """Scaled scores [num, M, width · block_k], −inf where a pair is not allowed.
@@ -594,6 +521,12 @@ class _Call:
             position = self._queries(tile) + (layout.seq_k - layout.seq_q)
             distance = (position[:, :, None, None] - self._keys(tile)[:, None]).abs()
             cells.addcmul_(extras.slopes[unit.heads, None, None, None], distance[:, None].to(scores.dtype), value=-1)
+        if tile.rule_ids is not None:
+            partial = tile.blocks[:, tile.num_full :]
+            query_block = tile.query_blocks[:, None].expand_as(partial)
+            allowed = layout.token_mask(query_block.flatten(), partial.flatten(), tile.rule_ids.flatten())
+            allowed = allowed.view(num, 1, -1, layout.block_q, layout.block_k).transpose(2, 3)
+            cells[..., tile.num_full :, :].masked_fill_(~allowed, -torch.inf)
         if tile.times is not None:
             cells.add_(tile.times.clamp(min=1).to(scores.dtype).log()[:, None, None, :, None])
             piece, at = (tile.times == 0).nonzero(as_tuple=True)
@@ -601,27 +534,6 @@ class _Call:
                 which = torch.full_like(piece, self._first_row(unit) // layout.num_q_blocks)
                 times = layout.times_held(which, tile.query_blocks[piece], tile.blocks[piece, at])
                 cells[piece, :, :, at] += times.to(scores.dtype).log()[:, None]
-        self._hide(cells, unit, tile)
-        return scores
-
-    def hidden(self, unit: _Unit, tile: _Tile) -> Tensor | None:
-        """−inf where a pair is not allowed, [num, 1, block_q, width · block_k]: to be added to scores of every head."""
-        if not tile.masked:
-            return None
-        num, width = tile.blocks.shape
-        cells = self.scratch("hidden", num, 1, self.layout.block_q, width, self.layout.block_k).zero_()
-        self._hide(cells, unit, tile)
-        return cells.flatten(3)
-
-    def _hide(self, cells: Tensor, unit: _Unit, tile: _Tile) -> None:
-        """−inf where a pair is not allowed, in [num, heads, block_q, width, block_k]."""
-        layout, extras = self.layout, self.extras
-        if tile.rule_ids is not None:
-            partial = tile.blocks[:, tile.num_full :]
-            query_block = tile.query_blocks[:, None].expand_as(partial)
-            allowed = layout.token_mask(query_block.flatten(), partial.flatten(), tile.rule_ids.flatten())
-            allowed = allowed.view(len(partial), 1, -1, layout.block_q, layout.block_k).transpose(2, 3)
-            cells[..., tile.num_full :, :].masked_fill_(~allowed, -torch.inf)
         if extras.key_padding_mask is not None:
             padded = self._of_keys(extras.key_padding_mask[unit.sample], tile)
             if padded.any():
@@ -631,6 +543,7 @@ class _Call:
             query_ids = aligned_queries(extras.document_ids, layout.seq_q)[unit.sample]
             query_ids = query_ids[self._queries(tile).clamp(max=layout.seq_q - 1)]
             cells.masked_fill_(query_ids[:, None, :, None, None] != key_ids[:, None, None], -torch.inf)
+        return scores
 
     def _queries(self, tile: _Tile) -> Tensor:
         """Query numbers [num, block_q]."""

@@ -207,6 +207,14 @@ def tanh(x):
     return tl.where(tl.abs(x) < 0.25, series, tl.where(x < 0, -bent, bent))
 
 
+SMALL_CAP = 128.0
+
+
+def cap_kind(softcap: float) -> int:
+    """0: none, 1: a small one, 2: a large one."""
+    return int(softcap > 0.0) + int(softcap > SMALL_CAP)
+
+
 @triton.jit
 def ahead_of(query, key, origin, seq_q, seq_k):
     """How many tokens queries are ahead of keys: for each pair only the difference of two floats, exact near `origin`.
@@ -220,15 +228,16 @@ def ahead_of(query, key, origin, seq_q, seq_k):
 def shaped(scores, ahead, slope, cap, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, NATURAL: tl.constexpr):
     """Scores, capped and lowered by the distance of query and key, and the steepness of the cap at each.
 
-    The scores, `slope` and `cap` are in the units of the exponent; `ahead` is how far a query is ahead of a key.
+    The scores, `slope` and `cap` are in the units of the exponent; `ahead` is how far a query is ahead of a key;
+    SOFTCAP is what `cap_kind` says.
     """
     steepness = 1.0
     if SOFTCAP:
-        if NATURAL:
+        if NATURAL or SOFTCAP == 2:
             bent = tanh(scores * (1 / cap))
             scores = cap * bent
             steepness = 1 - bent * bent
-        else:  # off by some 2⁻²² of the cap, far less than what scores of 16-bit numbers are off by
+        else:  # off by some 2⁻²² of the cap; of a small one far less than what scores of 16-bit numbers are off by
             grown = 1 + tl.exp2(scores * (2.8853900817779268 / cap))
             below = tl.rsqrt(grown * grown)  # 1 / grown, in fewer steps than by a division
             scores = cap - 2 * cap * below

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..layout.rows import CacheRows
 from . import binding
-from .common import count_tiles, load_rows, load_work, pairs_allowed, shaped, tile_at
+from .common import cap_kind, count_tiles, load_rows, load_work, pairs_allowed, shaped, tile_at
 from .configs import padded_dim
 from .forward import LOG2E, weights_of
 from .launch import num_processors, precision_of
@@ -182,8 +182,8 @@ def launch(
         ),
         D=head_dim, PADDED_D=padded, BLOCK=rows.block, TILE=tile, OWN=own, ROWS=max(16, triton.next_power_of_2(own)),
         FLIP=scale < 0, SINGLE=rows.rules.shape[1] == 1, PADDING=key_padding_mask is not None,
-        PAGED=page_table is not None, SOFTCAP=softcap > 0.0, ALIBI=slopes is not None, PRECISION=precision_of(q.dtype),
-        NATURAL=natural, num_warps=4, num_stages=3,
+        PAGED=page_table is not None, SOFTCAP=cap_kind(softcap), ALIBI=slopes is not None,
+        PRECISION=precision_of(q.dtype), NATURAL=natural, num_warps=4, num_stages=3,
     )  # fmt: skip
     binding.launch(
         merge_kernel, (batch * new * heads,), (part_out, part_lse, out, lse), (new, heads, num_parts),

@@ -18,6 +18,7 @@ from ..layout import BlockLayout
 from ..layout.lists import neighbourhood
 from . import binding
 from .backward import dkv_kernel, dq_kernel, rows_kernel
+from .common import cap_kind
 from .configs import (
     FEW_ROWS,
     HOPPER_BACKWARD,
@@ -182,7 +183,7 @@ class Call:
             "DOCUMENT_IDS": 0 if document_ids is None else 1 + (document_ids.shape[1] > layout.seq_k),
             "DROPOUT": seed is not None,
             "DILATED": int(layout.dilated) + int(layout.uneven),
-            "SOFTCAP": softcap > 0.0,
+            "SOFTCAP": cap_kind(softcap),
             "ALIBI": slopes is not None,
             "NATURAL": natural,
             "PRECISION": precision_of(q.dtype),

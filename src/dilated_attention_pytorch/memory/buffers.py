@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..patterns.base import check_flag, check_int
-from .estimate import RANGE, TILE_SCORES
+from .estimate import RANGE_COPIED, TILE_SCORES
 from .pool import MemoryPool, shared_pool
 
 
@@ -143,7 +143,7 @@ class AttentionBuffers:
             return
         size = 8 if dtype == torch.float64 else 4
         head = seq_len * head_dim
-        rows, tile = min(head, RANGE), min(seq_len * seq_len, TILE_SCORES)
+        rows, tile = min(head, RANGE_COPIED), min(seq_len * seq_len, TILE_SCORES)
         wanted = [head, head, rows, rows, rows, tile, tile]  # keys, values, three of rows, scores and what they meet
         self.pool.preallocate(size * numbers for numbers in wanted if size * numbers >= self.pool.min_bytes)
 

@@ -29,10 +29,11 @@ KINDS = ("tensors", "gradients", "parameters", "lists", "workspace", "ring")
 # How `backends.blockwise` cuts its work; a test holds them equal to the constants there.
 PIECE = 1024
 TILE_SCORES = 1 << 20
-RANGE = 1 << 20
-FEW = 512
+RANGE_COPIED = 1 << 20
+RANGE_DIRECT = 1 << 19
 SHARED_OUT = 1 << 26
 HEADS_A_COPY = 4
+REUSE = 2
 ACCELERATOR = 32
 
 # Rows of a layout that are counted one by one in each stretch where its rules do not change; the others are like them.
@@ -368,31 +369,25 @@ def _reference(shape: Shape, lists: ListSize, device: str, training: bool, threa
 
 def _blockwise(shape: Shape, lists: ListSize, device: str, training: bool, threads: int) -> tuple[int, int]:
     """The named buffers of its scratch memory, as `backends.blockwise` sizes them, and its plans of tiles."""
-    stacked = 1 if lists.list_heads > shape.heads_kv else shape.heads // shape.heads_kv
+    group = shape.heads // shape.heads_kv
+    stacked = 1 if lists.list_heads > shape.heads_kv else group
+    uses = group // stacked * lists.blocks / (lists.num_lists * lists.num_k_blocks)
     whole = shape.dtype.itemsize == shape.compute and shape.seq_k % lists.block_k == 0 and lists.classes == 1
-    plans = 4 * lists.blocks + 24 * lists.rows
-    keys = lists.block_k * min(max(1, PIECE // lists.block_k), max(1, lists.widest))
-    one_list = lists.num_lists == 1 and shape.heads == shape.heads_kv and shape.seq_q % lists.block_q == 0
-    few = lists.blocks * lists.block_k <= FEW * lists.num_q_blocks
-    if device == "cpu" and whole and one_list and few:
-        pieces = min(lists.num_q_blocks, max(1, TILE_SCORES // (shape.heads * lists.block_q * keys)))
-        gathered, rows = (pieces * n * shape.heads * shape.head_dim for n in (keys, lists.block_q))
-        hidden = pieces * lists.block_q * keys if lists.partial else 0
-        of_threads = _sdpa(shape, lists, device, training, threads)
-        forward, backward = 2 * gathered + rows + hidden, 4 * gathered + rows + hidden
-        return forward * shape.compute + plans + of_threads[0], backward * shape.compute + plans + of_threads[1]
+    copied = uses > REUSE or not whole
     copy = 0 if whole and shape.heads_kv == 1 else lists.num_k_blocks * lists.block_k * shape.head_dim
     scores = lists.blocks // lists.num_lists * lists.block_q * lists.block_k * shape.heads
     apart = threads if device == "cpu" and scores >= SHARED_OUT else 1
     enlarge = 1 if device == "cpu" else ACCELERATOR
+    plans = 4 * lists.blocks + 24 * lists.rows
 
     def share(of: int, in_parts: int, rows_held: int, scores_held: int) -> int:
         """Numbers in the buffers of one of so many shares of the call."""
         row = stacked * lists.block_q * shape.head_dim
-        elements = int(enlarge / of * RANGE)
+        elements = int(enlarge / of * (RANGE_COPIED if copied else RANGE_DIRECT))
         num, in_parts = ceil_div(lists.num_q_blocks, lists.classes), ceil_div(in_parts, lists.classes)
         parts = ceil_div(num, max(1, elements // row))
         rows = ceil_div(num, min(num, ceil_div(parts, in_parts) * in_parts))
+        keys = lists.block_k * min(max(1, PIECE // lists.block_k), max(1, lists.widest))
         of_piece = stacked * lists.block_q * keys
         pieces = min(rows, max(1, int(enlarge / of * TILE_SCORES) // of_piece))
         merged = lists.widest * lists.block_k > PIECE
@@ -400,9 +395,10 @@ def _blockwise(shape: Shape, lists: ListSize, device: str, training: bool, threa
         masks = pieces * stacked * lists.block_q * min(keys, lists.partial * lists.block_k)
         return rows_held * rows * row + scores_held * pieces * of_piece + gathered + part + masks
 
-    forward = apart * share(apart, 2 * apart if apart > 1 else 1, 2, 1) + 2 * copy
-    backward_apart = max(1, min(shape.heads_kv // HEADS_A_COPY, apart))
-    copies = 2 * copy + 2 * lists.num_k_blocks * lists.block_k * shape.head_dim
+    forward = apart * share(apart, 2 * apart if copied and apart > 1 else 1, 2, 1) + (2 * copy if copied else 0)
+    heads = shape.heads_kv // HEADS_A_COPY if copied else shape.heads_kv
+    backward_apart = max(1, min(heads, apart))
+    copies = 2 * copy + 2 * lists.num_k_blocks * lists.block_k * shape.head_dim if copied else 0
     backward = backward_apart * (share(backward_apart, 1, 3, 2) + copies)
     return forward * shape.compute + plans, backward * shape.compute + backward_apart * plans
 

@@ -36,7 +36,7 @@ class Case:
     v: Tensor
     layout: BlockLayout | Branches
     do: Tensor
-    dlse: Tensor | None  # None: nobody asks for lse's gradient
+    dlse: Tensor
     is_causal: bool = False
     scale: float | None = None
     key_padding_mask: Tensor | None = None
@@ -68,13 +68,8 @@ def results(case: Case, backend: str, seed: int = 0) -> tuple[Tensor, ...]:
     torch.manual_seed(seed)  # dropout draws its seed from PyTorch's generator
     out, lse = case.attend(q, k, v, backend)
     finite = torch.where(lse == -torch.inf, 0.0, lse)
-    return out.detach(), lse.detach(), *_gradients(case, (q, k, v), out, finite)
-
-
-def _gradients(case: Case, inputs: tuple[Tensor, ...], out: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
-    if case.dlse is None:
-        return torch.autograd.grad(out, inputs, case.do)
-    return torch.autograd.grad((out, lse), inputs, (case.do, case.dlse.to(lse.dtype)))
+    grads = torch.autograd.grad((out, finite), (q, k, v), (case.do, case.dlse.to(lse.dtype)))
+    return out.detach(), lse.detach(), *grads
 
 
 def oracle(case: Case, seed: int = 0) -> tuple[Tensor, ...]:
@@ -107,8 +102,8 @@ def errors_of_eager(case: Case, expected: tuple[Tensor, ...]) -> list[float]:
         out, lse = with_sinks(out, lse.masked_fill(empty[..., 0], -torch.inf), case.sinks)
     else:
         lse = lse.masked_fill(empty[..., 0], 0.0)
-    got = out, lse, *_gradients(case, (q, k, v), out, lse)
-    return [_error(mine, want) for mine, want in zip(got, expected, strict=True)]
+    grads = torch.autograd.grad((out, lse), (q, k, v), (case.do, case.dlse.to(lse.dtype)))
+    return [_error(got, want) for got, want in zip((out, lse, *grads), expected, strict=True)]
 
 
 def _distances(case: Case) -> Tensor:
@@ -127,8 +122,7 @@ def _largest_terms(case: Case) -> list[float]:
     """A bound on what is summed for out, lse, dq, dk and dv."""
     q, k, v, do = (float(x.double().norm(dim=-1).max()) for x in (case.q, case.k, case.v, case.do))
     scale = abs(case.scale if case.scale is not None else case.q.shape[3] ** -0.5)
-    dlse = 0.0 if case.dlse is None else float(case.dlse.abs().max())
-    dscore = (do * v + dlse) * scale
+    dscore = (do * v + float(case.dlse.abs().max())) * scale
     bias = 0.0
     if case.alibi_slopes is not None:
         bias = float(case.alibi_slopes.abs().max() * _distances(case).max())
