@@ -124,13 +124,15 @@ HOPPER_CALLS = {
     "large tiles": {"head_dim": 128, "dtype": torch.bfloat16},
     "narrow keys": {"head_dim": 64, "dtype": torch.bfloat16, "block": (128, 64)},
     "masks": {"head_dim": 64, "dtype": torch.bfloat16, "masks": True},
-    "shaped": {"head_dim": 64, "dtype": torch.bfloat16, "shaped": 0.6},
-    "shaped, large tiles": {"head_dim": 128, "dtype": torch.bfloat16, "shaped": 0.1},
+    "shaped": {"head_dim": 64, "dtype": torch.bfloat16, "shaped": True},
+    "dropped": {"head_dim": 64, "dtype": torch.bfloat16, "shaped": True, "dropout_p": 0.6},
+    "dropped, large tiles": {"head_dim": 128, "dtype": torch.bfloat16, "shaped": True, "dropout_p": 0.1},
 }
 
 
 def launches_of(
-    capability, *, head_dim, dtype, block=128, heads_kv=2, everything=False, masks=False, shaped=0.0, segments=None
+    capability, *, head_dim, dtype, block=128, heads_kv=2, everything=False, masks=False, shaped=False, dropout_p=0.0,
+    segments=None,
 ):  # fmt: skip
     """What forward and backward of a call launch."""
     seq, heads = 512, 4
@@ -139,8 +141,9 @@ def launches_of(
     if masks:
         pattern = (SlidingWindow(200, 0) | GlobalTokens(3)) & Documents((100, 412))
         extras = Extras(head_dim**-0.5, torch.zeros(1, seq, dtype=torch.bool))
-    if shaped:  # and dropped at that rate
-        extras = Extras(head_dim**-0.5, None, None, shaped, torch.tensor(3), 30.0, torch.ones(heads))
+    if shaped:
+        seed = torch.tensor(3) if dropout_p else None
+        extras = Extras(head_dim**-0.5, None, None, dropout_p, seed, 30.0, torch.ones(heads))
     if everything:
         pattern = PerHead((SlidingWindow(9, 9) | GlobalTokens(3), Full(), Full(), Full())) & Documents((100, 412))
         padding, ids = torch.zeros(1, seq, dtype=torch.bool), torch.zeros(1, seq, dtype=torch.int64)
