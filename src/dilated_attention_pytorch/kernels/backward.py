@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from .common import (
+    LOG2E,
     ahead_of,
     count_tiles,
     drawn_key,
@@ -25,7 +26,7 @@ from .common import (
     token_at,
     weighed,
 )
-from .forward import LOG2E, VARYING, weights_of
+from .forward import VARYING, weights_of
 
 
 @triton.jit(do_not_specialize=["heads", "seq_q", "padded_q", "classes"])

@@ -13,6 +13,8 @@ larger than a block, and `rule_ids` says how often the pairs of a block count; D
 import triton
 import triton.language as tl
 
+LOG2E = tl.constexpr(1.4426950408889634)
+
 
 @triton.jit
 def list_of(sample, head, lists_a_sample, heads_a_list):
@@ -202,7 +204,7 @@ def tanh(x):
     """Exact to a few units in the last place of float32, also where x is small."""
     square = x * x
     series = x * (1 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835)))))
-    fall = tl.exp2(tl.abs(x) * -2.8853900817779268)
+    fall = tl.exp2(tl.abs(x) * (-2 * LOG2E))
     bent = (1 - fall) / (1 + fall)
     return tl.where(tl.abs(x) < 0.25, series, tl.where(x < 0, -bent, bent))
 
@@ -238,7 +240,7 @@ def shaped(scores, ahead, slope, cap, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr
             scores = cap * bent
             steepness = 1 - bent * bent
         else:  # off by some 2⁻²² of the cap; of a small one far less than what scores of 16-bit numbers are off by
-            grown = 1 + tl.exp2(scores * (2.8853900817779268 / cap))
+            grown = 1 + tl.exp2(scores * (2 * LOG2E / cap))
             below = tl.rsqrt(grown * grown)  # 1 / grown, in fewer steps than by a division
             scores = cap - 2 * cap * below
             steepness = 4 * below * (1 - below)

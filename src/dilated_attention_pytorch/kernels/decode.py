@@ -16,9 +16,9 @@ from torch import Tensor
 
 from ..layout.rows import CacheRows
 from . import binding
-from .common import cap_kind, count_tiles, load_rows, load_work, pairs_allowed, shaped, tile_at
+from .common import LOG2E, cap_kind, count_tiles, load_rows, load_work, pairs_allowed, shaped, tile_at
 from .configs import padded_dim
-from .forward import LOG2E, weights_of
+from .forward import weights_of
 from .launch import num_processors, precision_of
 from .launch import rows as rows_of
 

@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from .common import (
+    LOG2E,
     ahead_of,
     count_tiles,
     drawn_key,
@@ -26,9 +27,6 @@ VARYING = (
     "lists_a_sample", "heads_a_list", "seq_q", "seq_k", "num_blocks", "num_intervals", "threshold", "heads", "group",
     "num_branches", "classes",
 )  # fmt: skip
-
-
-LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit

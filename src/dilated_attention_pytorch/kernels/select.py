@@ -26,9 +26,8 @@ from ..layout import BlockList
 from ..layout.lists import neighbourhood
 from ..patterns.blocks import ceil_div
 from .binding import Launched, launch, like, repeat
-from .common import load_rows
+from .common import LOG2E, load_rows
 from .configs import padded_dim
-from .forward import LOG2E
 from .launch import num_processors, precision_of
 from .launch import rows as rows_of
 
