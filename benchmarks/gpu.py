@@ -1,6 +1,6 @@
 """The GPU benchmark: this library beside FlexAttention and dense cuDNN and flash attention, on the same tensors.
 
-    python benchmarks/gpu.py                       # all of it, about 4 minutes on an H200
+    python benchmarks/gpu.py                       # all of it, about 5 minutes on an H200
     python benchmarks/gpu.py --only kernels        # one or more of kernels, options, lengths, layouts, seeds, calls
     python benchmarks/gpu.py --autotune            # FlexAttention with max-autotune too (minutes more)
     python benchmarks/gpu.py --commit ID           # where the tree has no .git
@@ -583,7 +583,7 @@ def calls(args: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-# Lengths come early: what the rivals leave behind would not fit beside them into 8 GB.
+# Lengths come early: beside what the other sections leave behind, the longest would not fit into 8 GB.
 SECTIONS: dict[str, Callable[[argparse.Namespace], list[dict[str, Any]]]] = {
     "calls": calls, "lengths": lengths, "kernels": kernels, "options": options, "layouts": layouts, "seeds": seeds,
 }  # fmt: skip

@@ -183,6 +183,11 @@ def test_cited_figures_are_those_of_the_records():
     def against_cudnn(way):
         return f"{kernels['causal', 128, 128][way]['cudnn']['ratio']:.2f}"
 
+    def short(way, unit=""):
+        times = {row["name"]: row[f"{way}_ms"] for row in gpu["seeds"] if row["tokens"] == 4096}
+        dense = times.pop("dense")
+        return f"{min(times.values()):.2f}–{max(times.values()):.2f}{unit} against {dense:.2f}"
+
     def raised(rule, spread, block, density):
         key = {"rule": rule, "spread": spread, "block": block, "density": density, "tokens": 2048}
         rows = {row["text"]: row for row in perplexity if all(row[name] == value for name, value in key.items())}
@@ -259,6 +264,7 @@ def test_cited_figures_are_those_of_the_records():
             f"D=64: {rate['random', 64, 64]} TFLOP/s against {rate['random', 64, 128]} for 128",
             f"D=64: {rate['random', 64, 32]} and {rate['random', 64, 16]} TFLOP/s",
             sparse_1,
+            f"forward takes {short('forward', ' ms')}, and a backward {short('backward')} (",
             "by {} on prose and {} on source code;".format(*raised("sink + local", "–", [64, 64], 0.25)),
             'chosen by `"patches"` by {} and {}.'.format(*raised("patches", "even", [16, 16], 0.25)),
             "it is {} and {} against".format(*raised("sink + local", "–", [64, 64], 0.125)),
