@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.nn.functional import cross_entropy
 
-from dilated_attention_pytorch import Placement, RingDilatedAttentionV2, shard_sequence
+from dilated_attention_pytorch import DilatedAttention, Placement, shard_sequence
 
 VOCABULARY, WIDTH, HEADS, LAYERS = 64, 64, 4, 2
 SEGMENTS, DILATIONS = (128, 512), (1, 4)
@@ -40,7 +40,7 @@ class Layer(nn.Module):
         super().__init__()
         self.before_attention, self.before_mlp = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.project = nn.Linear(WIDTH, 3 * WIDTH)
-        self.attention = RingDilatedAttentionV2(SEGMENTS, DILATIONS, ring_group=group)
+        self.attention = DilatedAttention(SEGMENTS, DILATIONS, ring_group=group)
         self.out = nn.Linear(WIDTH, WIDTH)
         self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
 

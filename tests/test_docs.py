@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-import dilated_attention_pytorch
-from dilated_attention_pytorch import BlockLayout
+from dilated_attention_pytorch import BlockLayout, patterns
 from dilated_attention_pytorch.patterns.naming import pattern_of
 from dilated_attention_pytorch.viz import block_states
 
@@ -69,7 +68,7 @@ DRAWN = re.findall(r"^## `(.*)`\n\n.*\n\n((?:    .*\n)+)", (ROOT / "docs" / "pat
 
 @pytest.mark.parametrize(("expression", "drawing"), DRAWN, ids=[expression for expression, _ in DRAWN])
 def test_patterns_are_drawn_as_they_are(expression, drawing):
-    pattern = eval(expression, vars(dilated_attention_pytorch))
+    pattern = eval(expression, {}, vars(patterns))
     states = block_states(BlockLayout.from_pattern(pattern, 128, block_size=16)).tolist()
     assert [" ".join("·◪■"[state] for state in row) for row in states] == [
         line.strip() for line in drawing.splitlines()

@@ -1,6 +1,7 @@
 """The shape of the project: public names, what an import loads, and who may import whom."""
 
 import ast
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import dilated_attention_pytorch as dap
+from dilated_attention_pytorch import compat
 
 SOURCE = Path(dap.__file__).parent
 
@@ -26,6 +28,32 @@ def test_every_public_name_is_there():
     assert not missing
     assert dap.__all__ == sorted(dap.__all__)
     assert len(set(dap.__all__)) == len(dap.__all__)
+
+
+# Importable from the root as they always were, though a program seldom needs them.
+ELSEWHERE = """
+Antidiagonal AttentionBuffers AttentionCost BlockGate BlockSparseHierarchical BlockSparseRingDilatedAttention
+BlockSparseRingMultiheadDilatedAttention BlockSparseWeights BufferType Explanation GlobalBlocks LocalBlocks
+MeanPooled MemoryPool MinMaxBound Moments Pattern PersistentPatternCache RingError SampledRows SparsePatternConfig
+Traffic block_masses count_traffic create_block_sparse_attention gate_loss hierarchical kept_mass recommend
+set_pattern_cache split_budget
+""".split()  # noqa: SIM905
+
+
+@pytest.mark.parametrize("name", [*ELSEWHERE, *compat.__all__])
+def test_names_of_folders_and_old_names_are_in_the_root_too(name):
+    assert name not in dap.__all__
+    assert name in dir(dap)
+    scope = {}
+    exec(f"from dilated_attention_pytorch import {name}", scope)
+    assert pickle.loads(pickle.dumps(scope[name])) is scope[name]
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="'dilated_attention_pytorch' has no attribute 'FlashAttention'"):
+        dap.FlashAttention  # noqa: B018
+    with pytest.raises(ImportError, match="cannot import name 'FlashAttention'"):
+        exec("from dilated_attention_pytorch import FlashAttention")
 
 
 def test_versions_agree():
@@ -90,8 +118,8 @@ def test_historical_paths_hold_nothing_but_imports(path):
 
 
 def test_one_implementation_per_concept():
-    assert dap.BlockSparseRingDilatedAttentionV2 is dap.BlockSparseRingDilatedAttention
-    assert dap.BlockSparseRingMultiheadDilatedAttentionV2 is dap.BlockSparseRingMultiheadDilatedAttention
+    for old in compat.__all__:
+        assert getattr(compat, old).__name__ not in compat.__all__
 
 
 def test_the_reference_stays_short():

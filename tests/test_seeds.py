@@ -44,7 +44,7 @@ SNIPPETS = {(path.name[:3], i): block for path in SEEDS for i, block in enumerat
 
 def supplied(document):
     """What a reader of the document is expected to have."""
-    names = {name: getattr(package, name) for name in package.__all__}
+    names = {name: getattr(package, name) for name in dir(package) if not name.startswith("_")}
     q, k, v = (torch.randn(BATCH, SEQ, HEADS, DIM) for _ in range(3))
     query, key, value = (torch.randn(BATCH, SEQ, HEADS * DIM) for _ in range(3))
     names |= {"torch": torch, "q": q, "k": k, "v": v, "query": query, "key": key, "value": value}

@@ -14,7 +14,9 @@ from pathlib import Path
 import pytest
 
 import dilated_attention_pytorch
+from dilated_attention_pytorch import compat
 from dilated_attention_pytorch.cli import main
+from tests.test_public_api import ELSEWHERE
 
 ROOT = Path(__file__).parent.parent
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
@@ -146,13 +148,19 @@ def test_one_version_and_the_same_pythons_everywhere():
 
 def test_the_reference_has_every_public_name_once():
     pages = [path.read_text() for path in (ROOT / "docs" / "api").glob("*.md")]
-    documented = [name for page in pages for name in re.findall(r"^::: dilated_attention_pytorch\.(\w+)$", page, re.M)]
-    other_names = set(re.findall(r"`(\w+)`", (ROOT / "docs" / "api" / "modules.md").read_text()))
-    aliases = {name for name in dilated_attention_pytorch.__all__ if name not in documented}
+    documented = [
+        name for page in pages for name in re.findall(r"^::: dilated_attention_pytorch\.([\w.]+)$", page, re.M)
+    ]
     assert len(documented) == len(set(documented))
-    assert aliases <= other_names
-    assert all(getattr(dilated_attention_pytorch, name).__name__ in documented for name in aliases)
-    assert set(documented) <= set(dilated_attention_pytorch.__all__)
+    names = {name.rsplit(".", 1)[-1] for name in documented}
+    assert {*dilated_attention_pytorch.__all__, *ELSEWHERE} <= names
+    for old in compat.__all__:
+        assert getattr(compat, old).__name__ in names
+
+
+def test_the_table_of_old_names_has_them_all():
+    rows = (ROOT / "docs" / "names.md").read_text()
+    assert all(f"| `{old}` | `{getattr(compat, old).__name__}` |" in rows for old in compat.__all__)
 
 
 def test_the_drawings_can_be_made_again(tmp_path):

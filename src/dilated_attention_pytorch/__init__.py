@@ -3,70 +3,40 @@
     from dilated_attention_pytorch import SlidingWindow, block_sparse_attention
     out = block_sparse_attention(q, k, v, SlidingWindow(left=1024, right=0))   # q, k, v: (batch, seq, heads, head_dim)
 
-Importing this package loads torch and nothing else that is heavy.
+Importing this package loads torch and nothing else that is heavy. The names below are those that most programs need;
+every other public name, of a folder or of `compat`, can be imported from here as well.
 """
+
+from importlib import import_module
 
 from .distributed import (
     Placement,
-    RingError,
-    Traffic,
-    count_traffic,
     ring_block_sparse_attention,
     ring_dilated_attention,
     shard_sequence,
     unshard_sequence,
 )
-from .layout import AttentionCost, BlockLayout, PersistentPatternCache, set_pattern_cache
-from .memory import (
-    AttentionBuffers,
-    BufferType,
-    MemoryPool,
-    max_sequence_length,
-    plan_memory,
-    recommend,
-)
+from .layout import BlockLayout
+from .memory import max_sequence_length, plan_memory
 from .models import LongNet, LongNetConfig, LongNetLM
 from .nn import (
-    BlockGate,
     BlockSparseAdaptive,
     BlockSparseAttention,
-    BlockSparseHierarchical,
-    BlockSparseRingDilatedAttention,
-    BlockSparseRingDilatedAttentionV2,
-    BlockSparseRingMultiheadDilatedAttention,
-    BlockSparseRingMultiheadDilatedAttentionV2,
     DilatedAttention,
-    ImprovedDilatedAttention,
-    ImprovedDilatedAttentionV2,
-    ImprovedMultiheadDilatedAttention,
     MultiheadDilatedAttention,
-    RingDilatedAttentionProduction,
-    RingDilatedAttentionV2,
     SparsitySchedule,
-    create_block_sparse_attention,
-    gate_loss,
 )
 from .ops import (
-    Antidiagonal,
-    BlockSparseWeights,
     CumulativeMass,
-    Explanation,
-    MeanPooled,
-    MinMaxBound,
-    Moments,
     RelativeThreshold,
-    SampledRows,
     SharedBudget,
     TopK,
-    block_masses,
     block_sparse_attention,
     decode_attention,
     dilated_attention,
     explain,
-    kept_mass,
     merge_attention,
     select_blocks,
-    split_budget,
 )
 from .patterns import (
     Blocks,
@@ -75,92 +45,65 @@ from .patterns import (
     DilatedBlocks,
     Documents,
     Full,
-    GlobalBlocks,
     GlobalTokens,
-    LocalBlocks,
-    Pattern,
     PerHead,
     RandomBlocks,
     SlidingWindow,
-    SparsePatternConfig,
-    hierarchical,
 )
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "Antidiagonal",
-    "AttentionBuffers",
-    "AttentionCost",
-    "BlockGate",
     "BlockLayout",
     "BlockSparseAdaptive",
     "BlockSparseAttention",
-    "BlockSparseHierarchical",
-    "BlockSparseRingDilatedAttention",
-    "BlockSparseRingDilatedAttentionV2",
-    "BlockSparseRingMultiheadDilatedAttention",
-    "BlockSparseRingMultiheadDilatedAttentionV2",
-    "BlockSparseWeights",
     "Blocks",
     "Branches",
-    "BufferType",
     "Causal",
     "CumulativeMass",
     "DilatedAttention",
     "DilatedBlocks",
     "Documents",
-    "Explanation",
     "Full",
-    "GlobalBlocks",
     "GlobalTokens",
-    "ImprovedDilatedAttention",
-    "ImprovedDilatedAttentionV2",
-    "ImprovedMultiheadDilatedAttention",
-    "LocalBlocks",
     "LongNet",
     "LongNetConfig",
     "LongNetLM",
-    "MeanPooled",
-    "MemoryPool",
-    "MinMaxBound",
-    "Moments",
     "MultiheadDilatedAttention",
-    "Pattern",
     "PerHead",
-    "PersistentPatternCache",
     "Placement",
     "RandomBlocks",
     "RelativeThreshold",
-    "RingDilatedAttentionProduction",
-    "RingDilatedAttentionV2",
-    "RingError",
-    "SampledRows",
     "SharedBudget",
     "SlidingWindow",
-    "SparsePatternConfig",
     "SparsitySchedule",
     "TopK",
-    "Traffic",
-    "block_masses",
     "block_sparse_attention",
-    "count_traffic",
-    "create_block_sparse_attention",
     "decode_attention",
     "dilated_attention",
     "explain",
-    "gate_loss",
-    "hierarchical",
-    "kept_mass",
     "max_sequence_length",
     "merge_attention",
     "plan_memory",
-    "recommend",
     "ring_block_sparse_attention",
     "ring_dilated_attention",
     "select_blocks",
-    "set_pattern_cache",
     "shard_sequence",
-    "split_budget",
     "unshard_sequence",
 ]
+
+_MORE = ("patterns", "layout", "memory", "ops", "distributed", "nn", "models", "compat")
+
+
+def __getattr__(name: str) -> object:
+    if not name.startswith("_"):
+        for folder in _MORE:
+            module = import_module(f".{folder}", __name__)
+            if name in module.__all__:
+                return getattr(module, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    more = (name for folder in _MORE for name in import_module(f".{folder}", __name__).__all__)
+    return sorted({*globals(), *more})

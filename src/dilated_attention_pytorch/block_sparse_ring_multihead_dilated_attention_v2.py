@@ -1,3 +1,3 @@
 """Historical import path."""
 
-from .nn import BlockSparseRingMultiheadDilatedAttentionV2 as BlockSparseRingMultiheadDilatedAttentionV2
+from .compat import BlockSparseRingMultiheadDilatedAttentionV2 as BlockSparseRingMultiheadDilatedAttentionV2

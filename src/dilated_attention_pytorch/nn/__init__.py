@@ -1,28 +1,18 @@
-"""Modules over the operators.
-
-One class a concept; a name of the seeds that differs only in version is the same class under another name.
-"""
+"""Modules over the operators: one class for each concept. Other names of them are in `compat`."""
 
 from .adaptive import BlockSparseAdaptive
 from .attention import (
     BlockSparseAttention,
     BlockSparseHierarchical,
     BlockSparseRingDilatedAttention,
-    BlockSparseRingDilatedAttentionV2,
 )
 from .dilated import (
     DilatedAttention,
-    ImprovedDilatedAttention,
-    ImprovedDilatedAttentionV2,
-    RingDilatedAttentionProduction,
-    RingDilatedAttentionV2,
 )
 from .factory import create_block_sparse_attention
 from .gate import BlockGate, gate_loss
 from .multihead import (
     BlockSparseRingMultiheadDilatedAttention,
-    BlockSparseRingMultiheadDilatedAttentionV2,
-    ImprovedMultiheadDilatedAttention,
     Multihead,
     MultiheadDilatedAttention,
     magneto_gammas,
@@ -35,17 +25,10 @@ __all__ = [
     "BlockSparseAttention",
     "BlockSparseHierarchical",
     "BlockSparseRingDilatedAttention",
-    "BlockSparseRingDilatedAttentionV2",
     "BlockSparseRingMultiheadDilatedAttention",
-    "BlockSparseRingMultiheadDilatedAttentionV2",
     "DilatedAttention",
-    "ImprovedDilatedAttention",
-    "ImprovedDilatedAttentionV2",
-    "ImprovedMultiheadDilatedAttention",
     "Multihead",
     "MultiheadDilatedAttention",
-    "RingDilatedAttentionProduction",
-    "RingDilatedAttentionV2",
     "SparsitySchedule",
     "create_block_sparse_attention",
     "gate_loss",

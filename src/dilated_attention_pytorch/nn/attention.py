@@ -213,9 +213,6 @@ class BlockSparseHierarchical(BlockSparseRingDilatedAttention):
         )
 
 
-BlockSparseRingDilatedAttentionV2 = BlockSparseRingDilatedAttention
-
-
 @constant_in_graphs
 def _opened(number: int, window: int, is_causal: bool) -> Pattern:
     """A pattern with a window, the same object every time."""

@@ -130,9 +130,3 @@ class DilatedAttention(Ringed, Pooled, nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.branches}, dropout={self.dropout}, backend={self.backend!r}"
-
-
-ImprovedDilatedAttention = DilatedAttention
-ImprovedDilatedAttentionV2 = DilatedAttention
-RingDilatedAttentionProduction = DilatedAttention
-RingDilatedAttentionV2 = DilatedAttention

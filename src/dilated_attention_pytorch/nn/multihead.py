@@ -339,10 +339,6 @@ class MultiheadDilatedAttention(Multihead):
         )
 
 
-BlockSparseRingMultiheadDilatedAttentionV2 = BlockSparseRingMultiheadDilatedAttention
-ImprovedMultiheadDilatedAttention = MultiheadDilatedAttention
-
-
 def either(return_attention_weights: bool, need_weights: bool) -> bool:
     """Two names of one wish."""
     check_flag("return_attention_weights", return_attention_weights)
