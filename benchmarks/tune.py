@@ -27,9 +27,9 @@ from triton.runtime.errors import OutOfResources
 from cases import HERE, GateError, environment, random_mask, write_json
 from dilated_attention_pytorch import BlockLayout
 from dilated_attention_pytorch.backends import blockwise
-from dilated_attention_pytorch.backends.base import Extras
 from dilated_attention_pytorch.kernels import configs, launch
 from dilated_attention_pytorch.kernels.configs import Config
+from dilated_attention_pytorch.options import CallOptions
 from dilated_attention_pytorch.testing.timing import gpu_seconds
 
 HEAD_DIMS = (32, 64, 128, 256)
@@ -51,7 +51,7 @@ class Problem:
         self.layout = BlockLayout.from_block_mask(mask, 128)
         shape = (1, tokens, heads, head_dim)
         self.q, self.k, self.v, self.do = (torch.randn(shape, device=device, dtype=dtype) for _ in range(4))
-        self.extras = Extras(head_dim**-0.5)
+        self.extras = CallOptions(head_dim**-0.5)
         self.out, self.lse = blockwise.forward(self.q, self.k, self.v, self.layout, self.extras)
         self.dlse = torch.zeros_like(self.lse)
         grads = self._all(blockwise.backward)

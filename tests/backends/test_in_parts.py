@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dilated_attention_pytorch import GlobalTokens, SlidingWindow
-from dilated_attention_pytorch.backends.base import Extras
 from dilated_attention_pytorch.backends.dropout import (
     as_table,
     keep_mask,
@@ -21,6 +20,7 @@ from dilated_attention_pytorch.backends.dropout import (
 from dilated_attention_pytorch.layout import BlockLayout
 from dilated_attention_pytorch.ops.choose import BY_NAME
 from dilated_attention_pytorch.ops.merge import merge_attention
+from dilated_attention_pytorch.options import CallOptions
 from dilated_attention_pytorch.testing import Case, oracle
 from tests import strategies
 
@@ -68,12 +68,12 @@ def part_of(case, layout, rows, columns, scale, seed):
     padding, ids = case.key_padding_mask, case.document_ids
     if ids is not None:
         ids = torch.cat((ids[:, keys], ids[:, queries + layout.seq_k - layout.seq_q]), dim=1)
-    return part, queries, keys, Extras(
+    return part, queries, keys, CallOptions(
         scale,
-        None if padding is None else padding[:, keys],
-        ids,
         case.dropout_p,
-        None if seed is None else seed_of_part(seed, places_of_blocks(rows, columns, layout.blocks)),
+        key_padding_mask=None if padding is None else padding[:, keys],
+        document_ids=ids,
+        seed=None if seed is None else seed_of_part(seed, places_of_blocks(rows, columns, layout.blocks)),
     )  # fmt: skip
 
 

@@ -21,11 +21,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dilated_attention_pytorch import BlockLayout, Branches, Documents, Full, GlobalTokens, PerHead, SlidingWindow
 from dilated_attention_pytorch.backends import triton as backend
-from dilated_attention_pytorch.backends.base import Extras
 from dilated_attention_pytorch.backends.decoding import Cache
 from dilated_attention_pytorch.kernels import decode, hopper_backward, hopper_forward, launch, select
 from dilated_attention_pytorch.layout import layout_of_branches
 from dilated_attention_pytorch.layout.rows import rows_at
+from dilated_attention_pytorch.options import CallOptions
 from tests.kernels.sass import disassembled, unwritten
 
 OPTIONS = ("num_warps", "num_stages", "maxnreg")
@@ -137,17 +137,17 @@ def launches_of(
     """What forward and backward of a call launch."""
     seq, heads = 512, 4
     pattern = SlidingWindow(100, 0)
-    extras = Extras(head_dim**-0.5)
+    extras = CallOptions(head_dim**-0.5)
     if masks:
         pattern = (SlidingWindow(200, 0) | GlobalTokens(3)) & Documents((100, 412))
-        extras = Extras(head_dim**-0.5, torch.zeros(1, seq, dtype=torch.bool))
+        extras = CallOptions(head_dim**-0.5, key_padding_mask=torch.zeros(1, seq, dtype=torch.bool))
     if shaped:
         seed = torch.tensor(3) if dropout_p else None
-        extras = Extras(head_dim**-0.5, None, None, dropout_p, seed, 30.0, torch.ones(heads))
+        extras = CallOptions(head_dim**-0.5, dropout_p, 30.0, seed=seed, alibi_slopes=torch.ones(heads))
     if everything:
         pattern = PerHead((SlidingWindow(9, 9) | GlobalTokens(3), Full(), Full(), Full())) & Documents((100, 412))
         padding, ids = torch.zeros(1, seq, dtype=torch.bool), torch.zeros(1, seq, dtype=torch.int64)
-        extras = Extras(-1.0, padding, ids, 0.1, torch.tensor(3), 30.0, torch.ones(heads))
+        extras = CallOptions(-1.0, 0.1, 30.0, padding, ids, torch.tensor(3), torch.ones(heads))
     layout = BlockLayout.from_pattern(pattern, seq, block_size=block)
     if segments:
         branches = Branches(segments, (1, 2))
@@ -160,7 +160,7 @@ def launches_of(
     if everything or dtype == torch.float32:  # decoding too, of which there is less
         lengths, table = torch.tensor([seq], dtype=torch.int32), torch.zeros(1, 4, dtype=torch.int64)
         rows = rows_at(SlidingWindow(100, 0) | GlobalTokens(3), [seq], 1, block, torch.device("cpu"))
-        extras = Extras(head_dim**-0.5, extras.key_padding_mask, softcap=extras.softcap, slopes=extras.slopes)
+        extras = extras._replace(dropout_p=0.0, document_ids=None, seed=None)
         cache = Cache(k.view(4, -1, *k.shape[2:]), v.view(4, -1, *v.shape[2:]), table, lengths)
         with recorded(capability) as more:
             backend.decode(q[:, :1], cache if everything else Cache(k, v, None, lengths), rows, extras)

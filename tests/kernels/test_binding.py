@@ -14,8 +14,8 @@ pytest.importorskip("triton", reason="needs triton, which there is for Linux alo
 if torch.cuda.is_available():
     pytest.skip("needs a machine without a CUDA device: tests/gpu has the same there", allow_module_level=True)
 
-from dilated_attention_pytorch.backends.base import Extras
 from dilated_attention_pytorch.kernels import binding, launch
+from dilated_attention_pytorch.options import CallOptions
 
 KERNELS = ("forward_kernel", "rows_kernel", "dq_kernel", "dkv_kernel")
 
@@ -72,7 +72,7 @@ def as_plain(x):
 
 
 def test_a_call_like_one_before_sends_the_same_with_its_own_tensors(sent, monkeypatch):
-    layout, extras = BlockLayout.from_pattern(SlidingWindow(60, 9), 256, block_size=64), Extras(0.25)
+    layout, extras = BlockLayout.from_pattern(SlidingWindow(60, 9), 256, block_size=64), CallOptions(0.25)
     calls = [inputs(seed) for seed in range(4)]
     made = []
     original = launch.Call.__init__
@@ -102,18 +102,18 @@ def test_a_call_like_one_before_sends_the_same_with_its_own_tensors(sent, monkey
 
 @pytest.mark.parametrize("change", ["scale", "strides", "alignment", "padding", "copies"])
 def test_another_kind_of_call_is_not_replayed(sent, monkeypatch, change):
-    layout, extras = BlockLayout.from_pattern(SlidingWindow(60, 9), 256, block_size=64), Extras(0.25)
+    layout, extras = BlockLayout.from_pattern(SlidingWindow(60, 9), 256, block_size=64), CallOptions(0.25)
     for seed in range(3):
         both_ways(layout, inputs(seed), extras)
     tensors = inputs(7)
     if change == "scale":
-        extras = Extras(0.5)
+        extras = CallOptions(0.5)
     if change == "strides":
         tensors = inputs(7, heads_first=True)
     if change == "alignment":
         tensors = [torch.randn(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape) for x in tensors]
     if change == "padding":
-        extras = Extras(0.25, key_padding_mask=torch.zeros(2, 256, dtype=torch.bool))
+        extras = CallOptions(0.25, key_padding_mask=torch.zeros(2, 256, dtype=torch.bool))
     if change == "copies":
         tensors = [x.transpose(1, 3).contiguous().transpose(1, 3) for x in tensors]
     monkeypatch.setattr(binding.Replay, "__call__", lambda self, tensors: pytest.fail("a call was replayed"))
@@ -134,7 +134,7 @@ def test_what_cannot_be_told_apart_is_not_remembered():
 
 @pytest.mark.parametrize("same", ["q, k and v", "k and v"])
 def test_calls_with_one_tensor_in_several_places_excuse_no_other(sent, same):
-    layout, extras = BlockLayout.from_pattern(SlidingWindow(60, 9), 256, block_size=64), Extras(0.25)
+    layout, extras = BlockLayout.from_pattern(SlidingWindow(60, 9), 256, block_size=64), CallOptions(0.25)
     for seed in range(3):
         q, k, _, do = inputs(seed)
         both_ways(layout, (k if same == "q, k and v" else q, k, k, do), extras)
@@ -182,7 +182,7 @@ def test_a_layout_goes_without_the_garbage_collector(sent):
     try:
         for seed in range(3):
             q, k, v, do = inputs(seed)
-            both_ways(layout, (q, k, v, do), Extras(0.25))
+            both_ways(layout, (q, k, v, do), CallOptions(0.25))
             for is_causal in (False, True):
                 block_sparse_attention(q, k, v, layout, is_causal=is_causal, backend="reference")
         assert len(layout.notes) == 4
@@ -286,7 +286,7 @@ def sent_directly(monkeypatch):
 def test_direct_launches_send_what_triton_would(sent_directly, monkeypatch):
     layout, extras, sent = (
         BlockLayout.from_pattern(SlidingWindow(60, 9), 256, block_size=64),
-        Extras(0.25),
+        CallOptions(0.25),
         sent_directly,
     )
     results, gradients, made = launch._results, launch._gradients, []
@@ -335,7 +335,7 @@ def test_direct_launches_send_what_triton_would(sent_directly, monkeypatch):
 
 def test_who_listens_to_launches_hears_of_them(sent_directly, monkeypatch):
     """Triton tells a profiler of launches that go through its own Python."""
-    layout, extras = BlockLayout.from_pattern(SlidingWindow(60, 9), 256, block_size=64), Extras(0.25)
+    layout, extras = BlockLayout.from_pattern(SlidingWindow(60, 9), 256, block_size=64), CallOptions(0.25)
     monkeypatch.setattr(binding, "_somebody_listens", lambda: True)
     for seed in range(4):
         both_ways(layout, inputs(seed), extras)
@@ -344,7 +344,7 @@ def test_who_listens_to_launches_hears_of_them(sent_directly, monkeypatch):
 
 @pytest.mark.parametrize("hook", [None, print])
 def test_hooks_need_not_be_chains(sent_directly, monkeypatch, hook):
-    layout, extras = BlockLayout.from_pattern(SlidingWindow(60, 9), 256, block_size=64), Extras(0.25)
+    layout, extras = BlockLayout.from_pattern(SlidingWindow(60, 9), 256, block_size=64), CallOptions(0.25)
     for seed in range(2):
         both_ways(layout, inputs(seed), extras)
     monkeypatch.setattr(binding.triton.knobs.runtime, "launch_enter_hook", hook)
@@ -363,7 +363,7 @@ def test_another_triton_launches_in_its_own_way(sent_directly, monkeypatch, othe
     )
     if not other:
         monkeypatch.setattr(binding.driver, "_BASE_ARGS_FORMAT", "iiiKKOOOOOO")
-    layout, extras = BlockLayout.from_pattern(SlidingWindow(60, 9), 256, block_size=64), Extras(0.25)
+    layout, extras = BlockLayout.from_pattern(SlidingWindow(60, 9), 256, block_size=64), CallOptions(0.25)
     for seed in range(4):
         both_ways(layout, inputs(seed), extras)
     assert all(isinstance(args[0], LikeTriton36) for args in sent_directly)

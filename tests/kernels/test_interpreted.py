@@ -11,8 +11,8 @@ from torch.nn.functional import pad
 
 from dilated_attention_pytorch import BlockLayout, GlobalTokens, SlidingWindow, block_sparse_attention, explain
 from dilated_attention_pytorch.backends import triton as triton_backend
-from dilated_attention_pytorch.backends.base import Extras
 from dilated_attention_pytorch.layout import branches, clear_layout_cache
+from dilated_attention_pytorch.options import CallOptions
 from dilated_attention_pytorch.testing import Case, assert_exact, oracle, results
 from tests.strategies import cases, dilated_cases
 
@@ -110,7 +110,7 @@ def test_inputs_as_they_lie():
 def test_a_part_of_a_longer_call():
     """A ring hands over its queries as parts of longer tensors, what the forward gave among them."""
     case = make_case()
-    extras = Extras(16**-0.5)
+    extras = CallOptions(16**-0.5)
     out, lse = triton_backend.forward(case.q, case.k, case.v, case.layout, extras)
     expected = triton_backend.backward(case.do, case.dlse, case.q, case.k, case.v, out, lse, case.layout, extras)
     do, q, out = (pad(x, (0, 0, 0, 0, 3, 7), value=torch.nan)[:, 3:-7] for x in (case.do, case.q, out))

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 
 from dilated_attention_pytorch import Causal, Full, SharedBudget, SlidingWindow, kept_mass, select_blocks
 from dilated_attention_pytorch.backends import reference
-from dilated_attention_pytorch.backends.base import Extras
 from dilated_attention_pytorch.ops.checks import resolve_layout
+from dilated_attention_pytorch.options import CallOptions
 from tests import dense
 from tests.strategies import cases
 
@@ -20,7 +20,7 @@ def test_kept_mass_is_the_dense_mass_on_the_pairs(case):
     pairs = []
     for who in (case.layout, Full()):
         layout = resolve_layout(case.q, case.k, who, case.is_causal)
-        pairs.append(reference.counted_pairs(layout, case.q.shape[2], Extras(1.0, *masks.values())))
+        pairs.append(reference.counted_pairs(layout, case.q.shape[2], CallOptions(1.0, **masks)))
     _, weights = dense.attend(case.q, case.k, case.v, pairs[1], case.scale)
     nothing = ~pairs[1].any(-1)
     want = (weights * pairs[0]).sum(-1).masked_fill(nothing, 1.0)

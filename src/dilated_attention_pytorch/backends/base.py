@@ -9,38 +9,13 @@ or `forward`, `backward` and `ordered`: whether layouts come with `query_work` a
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..options import CallOptions
 
-class Extras(NamedTuple):
-    """What a call brings besides q, k, v and the layout.
-
-    Attributes:
-        scale: multiplier of the scores.
-        key_padding_mask: bool [batch, seq_k], True where the key is padding and nobody sees it.
-        document_ids: int [batch, any], equal where tokens may see each other; keys are the first seq_k of them and
-            queries the last seq_q: either all seq_k, or [keys, queries] with seq_k + seq_q of them.
-        dropout_p, seed: share of weights dropped, and int64 for `backends.dropout`; seed is None without dropout.
-        softcap: scores s become softcap · tanh(s / softcap); 0 leaves them as they are.
-        slopes: [heads], in the compute dtype; then a score falls by the slope of its head for each token between
-            query and key (ALiBi).
-    """
-
-    scale: float
-    key_padding_mask: Tensor | None = None
-    document_ids: Tensor | None = None
-    dropout_p: float = 0.0
-    seed: Tensor | None = None
-    softcap: float = 0.0
-    slopes: Tensor | None = None
-
-    @property
-    def shaped(self) -> bool:
-        """Whether scores are more than scaled products."""
-        return self.softcap > 0.0 or self.slopes is not None
+Extras = CallOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,10 +29,26 @@ class Request:
     square: bool = False  # seq_q == seq_k
     grouped: bool = False  # fewer key heads than query heads
     dropout: bool = False
-    masked: bool = False
-    shaped: bool = False
+    is_masked: bool = False
+    has_score_mods: bool = False
     named: bool = False  # by the caller, not looked for
     return_lse: bool = False
+
+    @staticmethod
+    def of(q: Tensor, k: Tensor, options: CallOptions, *, kind: str | None, return_lse: bool, named: bool) -> Request:
+        return Request(
+            device=q.device,
+            dtype=q.dtype,
+            kind=kind,
+            square=q.shape[1] == k.shape[1],
+            grouped=q.shape[2] != k.shape[2],
+            head_dim=q.shape[3],
+            dropout=options.dropout_p > 0.0,
+            is_masked=options.is_masked,
+            has_score_mods=options.has_score_mods,
+            named=named,
+            return_lse=return_lse or options.sinks is not None,
+        )
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:

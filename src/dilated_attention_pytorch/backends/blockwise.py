@@ -517,10 +517,12 @@ class _Call:
             if steepness:
                 torch.mul(scores, scores, out=self.scratch("steepness", *scores.shape)).neg_().add_(1.0)
             scores.mul_(extras.softcap)
-        if extras.slopes is not None:
+        if extras.alibi_slopes is not None:
             position = self._queries(tile) + (layout.seq_k - layout.seq_q)
             distance = (position[:, :, None, None] - self._keys(tile)[:, None]).abs()
-            cells.addcmul_(extras.slopes[unit.heads, None, None, None], distance[:, None].to(scores.dtype), value=-1)
+            cells.addcmul_(
+                extras.alibi_slopes[unit.heads, None, None, None], distance[:, None].to(scores.dtype), value=-1
+            )
         if tile.rule_ids is not None:
             partial = tile.blocks[:, tile.num_full :]
             query_block = tile.query_blocks[:, None].expand_as(partial)

@@ -11,7 +11,8 @@ from torch import Tensor
 from ..layout.lists import HOST
 from ..layout.rows import CacheRows
 from ..layout.rules import key_bounds
-from .base import Extras, compute_dtype
+from ..options import CallOptions
+from .base import compute_dtype
 
 SHORT = 32  # tokens of a run below which gathering is quicker than products of runs
 
@@ -57,7 +58,7 @@ def capacity_of(k: Tensor, page_table: Tensor | None) -> int:
     return k.shape[1] * (1 if page_table is None else page_table.shape[1])
 
 
-def decode(q: Tensor, cache: Cache, rows: CacheRows, extras: Extras) -> tuple[Tensor, Tensor]:
+def decode(q: Tensor, cache: Cache, rows: CacheRows, options: CallOptions) -> tuple[Tensor, Tensor]:
     """out like q and lse (batch, heads, new); q is (batch, new, heads, head_dim), the last tokens of each sample."""
     batch, new, heads, _ = q.shape
     dtype, parts = compute_dtype(q.dtype), rows.num_lists
@@ -69,20 +70,20 @@ def decode(q: Tensor, cache: Cache, rows: CacheRows, extras: Extras) -> tuple[Te
         position = lengths[sample] - new + t
         for part in range(parts):
             token = _tokens_seen(rows, i, part, position, lengths[sample])
-            if extras.key_padding_mask is not None:
-                token = token[~extras.key_padding_mask[sample, token]]
+            if options.key_padding_mask is not None:
+                token = token[~options.key_padding_mask[sample, token]]
             own, own_kv = (_share(n, part, parts) for n in (heads, cache.k.shape[2]))
             pieces = cache.pieces(token)
             keys, values = (
                 [cache.take(x[:, :, own_kv], sample, piece).to(dtype).transpose(0, 1) for piece in pieces]
                 for x in (cache.k, cache.v)
             )
-            query = q[sample, t, own].to(dtype).unflatten(0, (own_kv.stop - own_kv.start, -1)) * extras.scale
+            query = q[sample, t, own].to(dtype).unflatten(0, (own_kv.stop - own_kv.start, -1)) * options.scale
             scores = torch.cat([query @ k.mT for k in keys] or [query[..., :0]], dim=-1)
-            if extras.softcap:
-                scores = extras.softcap * torch.tanh(scores / extras.softcap)
-            if extras.slopes is not None:
-                scores = scores - extras.slopes[own].view(len(query), -1, 1) * (position - token).abs()
+            if options.softcap:
+                scores = options.softcap * torch.tanh(scores / options.softcap)
+            if options.alibi_slopes is not None:
+                scores = scores - options.alibi_slopes[own].view(len(query), -1, 1) * (position - token).abs()
             weights = torch.softmax(scores, -1).split([v.shape[1] for v in values], dim=-1) if pieces else ()
             mixed = sum((w @ v for w, v in zip(weights, values, strict=True)), torch.zeros_like(query))
             out[sample, t, own], lse[sample, own, t] = mixed.flatten(0, 1).to(q.dtype), scores.logsumexp(-1).flatten()

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ..layout import BlockLayout
-from .base import Extras, Request, aligned_queries, compute_dtype
+from ..options import CallOptions
+from .base import Request, aligned_queries, compute_dtype
 from .dropout import keep_mask
 
 name = "reference"
@@ -19,7 +20,7 @@ def can_run(request: Request) -> tuple[bool, str]:
     return True, "runs everything, in memory quadratic in the sequence; chosen by name only"
 
 
-def counted_pairs(layout: BlockLayout, heads: int, extras: Extras) -> Tensor:
+def counted_pairs(layout: BlockLayout, heads: int, options: CallOptions) -> Tensor:
     """How often each pair counts, broadcastable to [batch, heads, seq_q, seq_k]: bool, or int for dilated attention."""
     allowed = _held_pairs(layout) if layout.dilated else layout.to_dense()
     if layout.num_heads is not None:
@@ -27,10 +28,10 @@ def counted_pairs(layout: BlockLayout, heads: int, extras: Extras) -> Tensor:
     elif layout.batch_size is not None:
         allowed = allowed[:, None]
     allowed = allowed.reshape((1,) * (4 - allowed.ndim) + allowed.shape)
-    if extras.key_padding_mask is not None:
-        allowed = allowed * ~extras.key_padding_mask[:, None, None, :]
-    if extras.document_ids is not None:
-        queries, keys = aligned_queries(extras.document_ids, layout.seq_q), extras.document_ids[:, : layout.seq_k]
+    if options.key_padding_mask is not None:
+        allowed = allowed * ~options.key_padding_mask[:, None, None, :]
+    if options.document_ids is not None:
+        queries, keys = aligned_queries(options.document_ids, layout.seq_q), options.document_ids[:, : layout.seq_k]
         allowed = allowed * (queries[:, None, :, None] == keys[:, None, None, :])
     return allowed
 
@@ -49,19 +50,19 @@ def _held_pairs(layout: BlockLayout) -> Tensor:
     return held if layout.num_heads is not None else held[0]
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, extras: Extras) -> tuple[Tensor, Tensor]:
+def attention(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, options: CallOptions) -> tuple[Tensor, Tensor]:
     """One softmax over all allowed keys of a row, each as often as it counts. An empty row gives 0 and lse −inf."""
     batch, _seq_q, heads, _ = q.shape
     dtype = compute_dtype(q.dtype)
     k, v = (x.to(dtype).repeat_interleave(heads // x.shape[2], dim=2) for x in (k, v))
-    scores = torch.einsum("bqhd,bkhd->bhqk", q.to(dtype) * extras.scale, k)
-    if extras.softcap:
-        scores = extras.softcap * torch.tanh(scores / extras.softcap)
-    if extras.slopes is not None:
+    scores = torch.einsum("bqhd,bkhd->bhqk", q.to(dtype) * options.scale, k)
+    if options.softcap:
+        scores = options.softcap * torch.tanh(scores / options.softcap)
+    if options.alibi_slopes is not None:
         key = torch.arange(layout.seq_k, device=q.device)
         position = torch.arange(layout.seq_k - layout.seq_q, layout.seq_k, device=q.device)
-        scores = scores - extras.slopes[:, None, None] * (position[:, None] - key).abs()
-    counts = counted_pairs(layout, heads, extras)
+        scores = scores - options.alibi_slopes[:, None, None] * (position[:, None] - key).abs()
+    counts = counted_pairs(layout, heads, options)
     scores = scores.masked_fill(counts == 0, -torch.inf)
     top = scores.detach().amax(dim=-1, keepdim=True)
     top = torch.where(top == -torch.inf, 0.0, top)
@@ -71,9 +72,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, extras: Extr
     total = torch.where(empty, 1.0, total)
     lse = (top + total.log()).masked_fill(empty, -torch.inf).squeeze(-1)
     weights = weights / total
-    if extras.seed is not None:
+    if options.seed is not None:
         stream = torch.arange(batch * heads, device=q.device).view(batch, heads, 1, 1)
         query, key = (torch.arange(n, device=q.device) for n in scores.shape[-2:])
-        kept = keep_mask(extras.seed, extras.dropout_p, stream, query[:, None], key)
-        weights = weights * kept / (1.0 - extras.dropout_p)
+        kept = keep_mask(options.seed, options.dropout_p, stream, query[:, None], key)
+        weights = weights * kept / (1.0 - options.dropout_p)
     return torch.einsum("bhqk,bkhd->bqhd", weights, v).to(q.dtype), lse

@@ -7,7 +7,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from ..layout import BlockLayout
-from .base import Extras, Request
+from ..options import CallOptions
+from .base import Request
 
 name = "sdpa"
 
@@ -19,8 +20,8 @@ def can_run(request: Request) -> tuple[bool, str]:
         "a causal layout of unequal lengths is aligned at the end": request.kind == "causal" and not request.square,
         "lse was asked for": request.return_lse,
         "dropout is not reproducible there": request.dropout,
-        "key_padding_mask and document_ids need a dense mask there": request.masked,
-        "softcap and alibi_slopes are unknown there": request.shaped,
+        "key_padding_mask and document_ids need a dense mask there": request.is_masked,
+        "softcap and alibi_slopes are unknown there": request.has_score_mods,
         "it has a linear-memory kernel for grouped key heads in half precision on CUDA alone": (
             request.grouped and (request.device.type != "cuda" or request.dtype not in (torch.float16, torch.bfloat16))
         ),
@@ -37,7 +38,7 @@ def can_run(request: Request) -> tuple[bool, str]:
     return True, f"the layout is {request.kind}: nothing is sparse"
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, extras: Extras) -> tuple[Tensor, None]:
+def attention(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, options: CallOptions) -> tuple[Tensor, None]:
     # Its kernels read rows; for anything else it would take the quadratic one.
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     out = scaled_dot_product_attention(
@@ -45,7 +46,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, extras: Extr
         k.transpose(1, 2),
         v.transpose(1, 2),
         is_causal=layout.kind == "causal",
-        scale=extras.scale,
+        scale=options.scale,
         enable_gqa=q.shape[2] != k.shape[2],
     )
     return out.transpose(1, 2), None

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from ..layout import BlockLayout
 from ..layout.rows import CacheRows
+from ..options import CallOptions
 from ..patterns.base import constant_in_graphs
-from .base import Extras, Request
+from .base import Request
 from .decoding import Cache, capacity_of
 from .dropout import as_table
 
@@ -49,15 +50,15 @@ def _major(index: int | None) -> int:
     return torch.cuda.get_device_capability(index)[0]
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, extras: Extras) -> tuple[Tensor, Tensor]:
-    return _launch().forward(q, k, v, layout, _with_table(extras))
+def forward(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, options: CallOptions) -> tuple[Tensor, Tensor]:
+    return _launch().forward(q, k, v, layout, _with_table(options))
 
 
 def again(
-    q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, extras: Extras
+    q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, options: CallOptions
 ) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None:
     """`forward` for tensors that differ from these in their numbers alone, in fewer steps; None until it is known."""
-    return _launch().again(q, k, v, layout, extras)
+    return _launch().again(q, k, v, layout, options)
 
 
 def backward(
@@ -69,17 +70,17 @@ def backward(
     out: Tensor,
     lse: Tensor,
     layout: BlockLayout,
-    extras: Extras,
+    options: CallOptions,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _launch().backward(do, dlse, q, k, v, out, lse, layout, _with_table(extras))
+    return _launch().backward(do, dlse, q, k, v, out, lse, layout, _with_table(options))
 
 
-def decode(q: Tensor, cache: Cache, rows: CacheRows, extras: Extras) -> tuple[Tensor, Tensor]:
+def decode(q: Tensor, cache: Cache, rows: CacheRows, options: CallOptions) -> tuple[Tensor, Tensor]:
     """As `backends.decoding.decode`."""
     from ..kernels import decode  # loads triton
 
-    masks = extras.key_padding_mask, extras.softcap, extras.slopes
-    return decode.launch(q, *cache, capacity_of(cache.k, cache.page_table), rows, extras.scale, *masks)
+    masks = options.key_padding_mask, options.softcap, options.alibi_slopes
+    return decode.launch(q, *cache, capacity_of(cache.k, cache.page_table), rows, options.scale, *masks)
 
 
 @cache
@@ -89,5 +90,5 @@ def _launch() -> ModuleType:
     return launch
 
 
-def _with_table(extras: Extras) -> Extras:
-    return extras if extras.seed is None else extras._replace(seed=as_table(extras.seed))
+def _with_table(options: CallOptions) -> CallOptions:
+    return options if options.seed is None else options._replace(seed=as_table(options.seed))

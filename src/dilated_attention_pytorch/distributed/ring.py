@@ -30,11 +30,9 @@ from ..ops import block_sparse_attention, dilated_attention
 from ..ops.block_sparse import with_constant_shares
 from ..ops.checks import (
     DEFAULT_BLOCK_SIZE,
-    check_dropout,
     check_lists,
-    check_masks,
+    check_options,
     check_qkv,
-    check_scale,
     refuse_branches,
 )
 from ..ops.choose import choose, leave_autocast
@@ -208,7 +206,6 @@ class _Call:
     ) -> None:
         check_qkv(q, k, v)
         check_flag("is_causal", is_causal)
-        check_masks(q, k, key_padding_mask, document_ids)
         check_lists(q, k, what)
         if document_ids is not None and q.shape[1] != k.shape[1]:
             raise ValueError(
@@ -216,7 +213,9 @@ class _Call:
             )
         if placement is not None:
             _check_placement(placement, group, q, k)
-        self.extras = Extras(check_scale(scale, q.shape[3]), key_padding_mask, document_ids, check_dropout(dropout_p))
+        self.extras = check_options(
+            q, k, scale=scale, key_padding_mask=key_padding_mask, document_ids=document_ids, dropout_p=dropout_p
+        )
         self.backend = _choose(backend, q, k, self.extras)
         self.group, self.placement, self.device = group, placement, q.device
         self.lengths, self.heads = (q.shape[1], k.shape[1]), (q.shape[2], k.shape[2])
@@ -309,19 +308,7 @@ class _Call:
 
 
 def _choose(backend: str, q: Tensor, k: Tensor, extras: Extras) -> ModuleType:
-    chosen = choose(
-        backend,
-        Request(
-            device=q.device,
-            dtype=q.dtype,
-            grouped=q.shape[2] != k.shape[2],
-            head_dim=q.shape[3],
-            dropout=extras.dropout_p > 0.0,
-            masked=extras.key_padding_mask is not None or extras.document_ids is not None,
-            named=backend != "auto",
-            return_lse=True,
-        ),
-    )
+    chosen = choose(backend, Request.of(q, k, extras, kind=None, return_lse=True, named=backend != "auto"))
     if not hasattr(chosen, "backward"):
         raise ValueError(f"backend {chosen.name!r} cannot run over a ring: it has no backward for a part of the keys")
     return chosen
@@ -383,7 +370,7 @@ def _of_part(part: Part, stored: list[Tensor], extras: Extras) -> tuple[Tensor, 
     if extras.document_ids is not None:
         ids = torch.cat((masks[-1], extras.document_ids[:, part.queries]), dim=1)
     seed = None if extras.seed is None else seed_of_part(extras.seed, part.places)
-    return keys, values, Extras(extras.scale, padding, ids, extras.dropout_p, seed)
+    return keys, values, extras._replace(key_padding_mask=padding, document_ids=ids, seed=seed)
 
 
 class _Ring(torch.autograd.Function):

@@ -16,6 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..layout import BlockLayout
 from ..layout.lists import neighbourhood
+from ..options import CallOptions
 from . import binding
 from .backward import dkv_kernel, dq_kernel, rows_kernel
 from .common import cap_kind
@@ -42,30 +43,29 @@ else:
     HAVE_GLUON = not INTERPRETED
 
 
-Extras = tuple[Any, ...]  # the arguments of `Call` behind the layout
 Grads = tuple[Tensor, Tensor, Tensor]
 # lse and delta of every row, in units of the kernels and up to whole blocks: both together, then each.
 Rows = tuple[Tensor, Tensor, Tensor]
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, extras: Extras) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, options: CallOptions) -> tuple[Tensor, Tensor]:
     """out and lse, as every backend gives them."""
-    key = _alike(extras, q, k, v)
+    key = _alike(options, q, k, v)
     known = layout.notes.get(key)
     if known:
         return _replayed(known, q, k, v)
-    call = Call(q, k, v, layout, *extras)
+    call = Call(q, k, v, layout, options)
     out, lse = call.forward()
     _note(key, call, (q, k, v, out, lse))
     return out, lse
 
 
 def again(
-    q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, extras: Extras
+    q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, options: CallOptions
 ) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None:
     """`forward` for tensors like these in every respect, once it is known. (How single precision is meant may change
     between two calls.)"""
-    known = layout.notes.get(_alike(extras, q, k, v))
+    known = layout.notes.get(_alike(options, q, k, v))
     return partial(_replayed, known) if known and q.dtype != torch.float32 else None
 
 
@@ -84,28 +84,27 @@ def backward(
     out: Tensor,
     lse: Tensor,
     layout: BlockLayout,
-    extras: Extras,
+    options: CallOptions,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv, as every backend gives them."""
     given = (q, k, v, do, out, lse) if dlse is None else (q, k, v, do, out, lse, dlse)
-    key = _alike(extras, *given)
+    key = _alike(options, *given)
     known = layout.notes.get(key)
     if known:
         grads, of_rows = _gradients(q, k, v, layout)
         known((*given, *of_rows, *grads))
         return grads
-    call = Call(q, k, v, layout, *extras)
+    call = Call(q, k, v, layout, options)
     grads, of_rows = call.backward(do, dlse, out, lse)
     _note(key, call, (*given, *of_rows, *grads))
     return grads
 
 
-def _alike(extras: Extras, *tensors: Tensor) -> tuple[Any, ...] | None:
+def _alike(options: CallOptions, *tensors: Tensor) -> tuple[Any, ...] | None:
     """What calls over a layout share that launch the same but for their tensors; None where a mask is among these."""
-    scale, key_padding_mask, document_ids, _, seed, softcap, slopes = extras
-    if not (key_padding_mask is None and document_ids is None and seed is None and slopes is None):
+    if options.has_tensors:
         return None
-    return scale, softcap, precision_of(tensors[0].dtype), *map(binding.like, tensors)
+    return options.scale, options.softcap, precision_of(tensors[0].dtype), *map(binding.like, tensors)
 
 
 def _note(key: tuple[Any, ...] | None, call: Call, tensors: tuple[Tensor, ...]) -> None:
@@ -128,15 +127,9 @@ class Call:
         k: Tensor,
         v: Tensor,
         layout: BlockLayout,
-        scale: float,
-        key_padding_mask: Tensor | None,
-        document_ids: Tensor | None,
-        dropout_p: float,
-        seed: Tensor | None,
-        softcap: float,
-        slopes: Tensor | None,
+        options: CallOptions,
     ) -> None:
-        self.q, self.k, self.v, self.layout, self.scale = rows(q), rows(k), rows(v), layout, scale
+        self.q, self.k, self.v, self.layout, self.scale = rows(q), rows(k), rows(v), layout, options.scale
         self.as_given = self.q is q and self.k is k and self.v is v  # no tensor had to be copied
         self.launches: list[binding.Launched | None] = []
         self.batch, self.seq_q, self.heads, self.head_dim = q.shape
@@ -146,14 +139,14 @@ class Call:
         self.tma, self.hopper, self.configs = _device(q.device, self.padded, q.dtype.itemsize)
         lists = layout.num_heads or 1
         self.own_lists = lists > self.heads_kv  # query heads of a key head follow different ones
-        nothing = layout.by_query.offsets
+        nothing, padding, ids = layout.by_query.offsets, options.key_padding_mask, options.document_ids
         self.masks = (
             layout.rules,
             layout.documents,
             layout.branches,
-            nothing if key_padding_mask is None else key_padding_mask.contiguous().view(torch.uint8),
-            nothing if document_ids is None else document_ids.contiguous(),
-            nothing if seed is None else seed,
+            nothing if padding is None else padding.contiguous().view(torch.uint8),
+            nothing if ids is None else ids.contiguous(),
+            nothing if options.seed is None else options.seed,
         )
         self.sizes = (self.heads, self.group, layout.seq_q, layout.seq_k)
         self.list_sizes = (
@@ -165,26 +158,26 @@ class Call:
         )
         natural = q.dtype == torch.float32  # else scores are in units of log2
         per_unit = 1.0 if natural else math.log2(math.e)
-        self.cap = softcap * per_unit
-        self.slopes = nothing if slopes is None else slopes * per_unit
+        self.cap = options.softcap * per_unit
+        self.slopes = nothing if options.alibi_slopes is None else options.alibi_slopes * per_unit
         # A scale of 0 would make NaN of −inf; this small one leaves the scores 0 all the same.
-        self.units = max(abs(scale) * per_unit, 1e-30)
-        self.dropout = round(dropout_p * 2**32), 1.0 / (1.0 - dropout_p)
+        self.units = max(abs(options.scale) * per_unit, 1e-30)
+        self.dropout = round(options.dropout_p * 2**32), 1.0 / (1.0 - options.dropout_p)
         self.flags: dict[str, Any] = {
             "D": self.head_dim,
             "PADDED_D": self.padded,
             "BLOCK_Q": layout.block_q,
             "BLOCK_K": layout.block_k,
-            "FLIP": scale < 0,
+            "FLIP": options.scale < 0,
             "NAMED": layout.by_query.rule_ids.numel() > 0 and not layout.dilated,
             "SINGLE": layout.rules.shape[1] == 1,
             "DOCUMENTS": layout.documents.numel() > 0,
-            "PADDING": key_padding_mask is not None,
-            "DOCUMENT_IDS": 0 if document_ids is None else 1 + (document_ids.shape[1] > layout.seq_k),
-            "DROPOUT": seed is not None,
+            "PADDING": padding is not None,
+            "DOCUMENT_IDS": 0 if ids is None else 1 + (ids.shape[1] > layout.seq_k),
+            "DROPOUT": options.seed is not None,
             "DILATED": int(layout.dilated) + int(layout.uneven),
-            "SOFTCAP": cap_kind(softcap),
-            "ALIBI": slopes is not None,
+            "SOFTCAP": cap_kind(options.softcap),
+            "ALIBI": options.alibi_slopes is not None,
             "NATURAL": natural,
             "PRECISION": precision_of(q.dtype),
         }

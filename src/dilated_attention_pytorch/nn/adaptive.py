@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -14,10 +14,11 @@ from ..ops.checks import check_qkv, check_scale
 from ..ops.choose import check_backend, leave_autocast
 from ..ops.scores import Scorer
 from ..ops.select import Selector, check_selector, scorer_of
+from ..options import OptionKeywords
 from ..patterns import SparsePatternConfig
 from ..patterns.base import check_flag, check_int
 from ..patterns.blocks import check_block_size, check_ratio
-from .attention import one_dropout
+from .attention import module_options, one_dropout
 from .gate import BlockGate
 
 
@@ -120,31 +121,22 @@ class BlockSparseAdaptive(nn.Module):
         v: Tensor,
         is_causal: bool = False,
         return_attention_weights: bool = False,
-        *,
-        key_padding_mask: Tensor | None = None,
-        document_ids: Tensor | None = None,
+        **options: Unpack[OptionKeywords],
     ) -> Tensor | tuple[Tensor, BlockSparseWeights]:
-        """Tensors are (batch, seq, heads, head_dim); masks as in `block_sparse_attention`."""
+        """Tensors are (batch, seq, heads, head_dim); options, masks among them, as in `block_sparse_attention`. Scale
+        and dropout are the module's. Blocks are chosen by scaled products and masks alone."""
         check_flag("return_attention_weights", return_attention_weights)
         q, k, v, autocast_off = leave_autocast(q, k, v)
         check_qkv(q, k, v)
-        masks: dict[str, Any] = {"key_padding_mask": key_padding_mask, "document_ids": document_ids}
+        options = module_options(self, options)
+        masks: Any = {name: options[name] for name in ("key_padding_mask", "document_ids") if name in options}
         attend: Any = attention_with_weights if return_attention_weights else block_sparse_attention
         with autocast_off:
             layout = self.layout(q, k, is_causal, **masks)
-            scale, head_dim = self.scale, v.shape[3]
+            head_dim = v.shape[3]
             if self.gate_strength:
-                q, k, v, scale = self._gated(q, k, v)
-            result = attend(
-                q,
-                k,
-                v,
-                layout,
-                scale=scale,
-                dropout_p=self.dropout if self.training else 0.0,
-                backend=self.backend,
-                **masks,
-            )
+                q, k, v, options["scale"] = self._gated(q, k, v)
+            result = attend(q, k, v, layout, backend=self.backend, **options)
         if return_attention_weights:
             return result[0][..., :head_dim], result[1]
         return result[..., :head_dim]

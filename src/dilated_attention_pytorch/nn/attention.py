@@ -7,7 +7,7 @@ import operator
 from collections.abc import Sequence
 from functools import lru_cache, partial
 from math import ceil
-from typing import Any
+from typing import Any, Unpack
 
 from torch import Tensor, nn
 
@@ -16,6 +16,7 @@ from ..distributed.exchange import Group
 from ..ops import BlockSparseWeights, attention_with_weights, block_sparse_attention
 from ..ops.checks import check_dropout, check_scale
 from ..ops.choose import check_backend
+from ..options import OptionKeywords
 from ..patterns import Causal, Pattern, SlidingWindow, SparsePatternConfig
 from ..patterns.base import check_flag, constant_in_graphs, numbered
 from ..patterns.blocks import ceil_div, check_branches
@@ -92,11 +93,11 @@ class BlockSparseAttention(Ringed, Pooled, nn.Module):
         is_causal: bool = False,
         return_attention_weights: bool = False,
         *,
-        key_padding_mask: Tensor | None = None,
-        document_ids: Tensor | None = None,
         placement: Placement | None = None,
+        **options: Unpack[OptionKeywords],
     ) -> Tensor | tuple[Tensor, BlockSparseWeights]:
-        """Tensors are (batch, seq, heads, head_dim); masks as in `block_sparse_attention`.
+        """Tensors are (batch, seq, heads, head_dim); options, masks among them, as in `block_sparse_attention`. Scale
+        and dropout are the module's.
 
         With `return_attention_weights` also the weights before dropout, by active block, never the dense matrix.
         Over a ring all tensors are this rank's shards, and `placement` says of which tokens.
@@ -111,12 +112,9 @@ class BlockSparseAttention(Ringed, Pooled, nn.Module):
             k,
             v,
             self.open_pattern(is_causal, k.shape[1]),
-            scale=self.scale,
-            dropout_p=self.dropout if self.training else 0.0,
-            key_padding_mask=key_padding_mask,
-            document_ids=document_ids,
             backend=self.backend,
             **ring,
+            **module_options(self, options),
         )
         return run() if self._source is None else self.drawing(q.device, run)
 
@@ -239,6 +237,15 @@ def one_config(sparse_config: SparsePatternConfig | None, pattern_fields: dict[s
     if pattern_fields:
         raise ValueError(f"{sorted(pattern_fields)} must be given in sparse_config or as keywords, not both")
     return sparse_config
+
+
+def module_options(module: nn.Module, options: OptionKeywords) -> OptionKeywords:
+    """The options of a module's call: its own scale and dropout, and those that the call brings."""
+    held = sorted({"scale", "dropout_p"} & set(options))
+    if held:
+        raise TypeError(f"{held[0]} is given to the constructor of {type(module).__name__}, not to its call")
+    dropout_p = module.dropout if module.training else 0.0
+    return {"scale": module.scale, "dropout_p": dropout_p, **options}  # type: ignore[typeddict-item]
 
 
 def one_dropout(dropout: float | None, attention_dropout: float | None) -> float:

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Unpack
 
 from torch import Tensor, nn
 
-from ..backends.base import Extras
 from ..distributed import Placement, ring_dilated_attention
 from ..distributed.exchange import Group
 from ..layout.branches import layout_of_branches
 from ..ops import BlockSparseWeights, dilated_attention
-from ..ops.checks import DEFAULT_BLOCK_SIZE, check_scale
+from ..ops.checks import DEFAULT_BLOCK_SIZE, check_options, check_scale
 from ..ops.choose import check_backend, leave_autocast
 from ..ops.weights import attention_weights
+from ..options import OptionKeywords
 from ..patterns import Branches
 from ..patterns.base import check_flag
 from ..patterns.config import DEFAULT_DILATION_RATES, DEFAULT_SEGMENT_LENGTHS
-from .attention import one_dropout
+from .attention import module_options, one_dropout
 from .pooled import POOL_FIELDS, Pooled, only_pool_options
 from .ringed import Ringed
 
@@ -87,10 +87,11 @@ class DilatedAttention(Ringed, Pooled, nn.Module):
         is_causal: bool = False,
         return_attention_weights: bool = False,
         *,
-        key_padding_mask: Tensor | None = None,
         placement: Placement | None = None,
+        **options: Unpack[OptionKeywords],
     ) -> Tensor | tuple[Tensor, BlockSparseWeights]:
-        """Tensors are (batch, seq, heads, head_dim); the mask as in `dilated_attention`.
+        """Tensors are (batch, seq, heads, head_dim); options, the mask among them, as in `dilated_attention`. Scale and
+        dropout are the module's.
 
         With `return_attention_weights` also the weights before dropout, by block of neighbouring tokens: those of
         dilated branches are spread thin, so for sequences to look at. Over a ring all tensors are this rank's shards,
@@ -98,6 +99,7 @@ class DilatedAttention(Ringed, Pooled, nn.Module):
         """
         check_flag("return_attention_weights", return_attention_weights)
         ring = self.ring_options(placement, return_attention_weights)
+        call: Any = module_options(self, options)
         run = partial(
             ring_dilated_attention if ring else dilated_attention,
             q,
@@ -106,27 +108,24 @@ class DilatedAttention(Ringed, Pooled, nn.Module):
             segment_lengths=self.branches.segment_lengths,
             dilation_rates=self.branches.dilation_rates,
             is_causal=is_causal,
-            scale=self.scale,
-            dropout_p=self.dropout if self.training else 0.0,
-            key_padding_mask=key_padding_mask,
             head_offsets=self.branches.head_offsets,
             detach_branch_weights=self.detach_branch_weights,
             return_lse=return_attention_weights,
             backend=self.backend,
             **ring,
+            **call,
         )
         result = run() if self._source is None else self.drawing(q.device, run)
         if isinstance(result, Tensor):
             return result
         out, lse = result
         q, k, _, autocast_off = leave_autocast(q, k, v)
-        options: dict[str, Any] = {"num_heads": q.shape[2], "is_causal": is_causal, "device": q.device}
         layout = layout_of_branches(
-            self.branches, q.shape[1], k.shape[1], **options, block_size=DEFAULT_BLOCK_SIZE, classes=1
-        )
-        extras = Extras(check_scale(self.scale, q.shape[3]), key_padding_mask, None, 0.0)
+            self.branches, q.shape[1], k.shape[1], num_heads=q.shape[2], is_causal=is_causal, device=q.device,
+            block_size=DEFAULT_BLOCK_SIZE, classes=1,
+        )  # fmt: skip
         with autocast_off:
-            return out, attention_weights(q, k, lse, layout, extras)
+            return out, attention_weights(q, k, lse, layout, check_options(q, k, **call))
 
     def extra_repr(self) -> str:
         return f"{self.branches}, dropout={self.dropout}, backend={self.backend!r}"

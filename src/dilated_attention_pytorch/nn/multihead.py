@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from ..distributed import Placement
 from ..distributed.exchange import Group
 from ..ops import BlockSparseWeights
 from ..ops.checks import check_masks
+from ..options import OptionKeywords
 from ..patterns import SparsePatternConfig
 from ..patterns.base import check_flag, check_int
 from .adaptive import BlockSparseAdaptive
@@ -113,15 +114,29 @@ class Multihead(nn.Module):
         is_causal: bool = False,
         return_attention_weights: bool = False,
         *,
-        key_padding_mask: Tensor | None = None,
         need_weights: bool = False,
         placement: Placement | None = None,
+        **options: Unpack[OptionKeywords],
     ) -> Tensor | tuple[Tensor, BlockSparseWeights]:
-        """Attend. The mask is (batch, seq_k), True where a key is padding, whatever `batch_first` says. Over a ring all
-        tensors are this rank's shards, and `placement` says of which tokens."""
+        """Attend. Masks are (batch, seq_k) whatever `batch_first` says, True where a key is padding; they and further
+        options are those of the attention inside. Over a ring all tensors are this rank's shards, and `placement` says
+        of which tokens."""
         with_weights = either(return_attention_weights, need_weights)
-        options = {"key_padding_mask": key_padding_mask, "placement": placement}
-        return self._attend(query, key, value, is_causal, with_weights, **options)
+        ring: Any = {} if placement is None else {"placement": placement}
+        return self._attend(query, key, value, is_causal, with_weights, **ring, **options)
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, with_weights: bool, **options: Any
+    ) -> Any:
+        check_flag("is_causal", is_causal)
+        self._check(query, key, value)
+        if not self.batch_first:
+            query, key, value = (x.transpose(0, 1) for x in (query, key, value))
+        check_masks(query, key, options.get("key_padding_mask"), options.get("document_ids"))
+        result = self.attention(*self.project_in(query, key, value), is_causal, with_weights, **options)
+        out = self.project_out(result[0] if with_weights else result)
+        out = out if self.batch_first else out.transpose(0, 1)
+        return (out, result[1]) if with_weights else out
 
     def project_in(self, query: Tensor, key: Tensor, value: Tensor) -> Sequence[Tensor]:
         """q, k, v as (batch, seq, heads, head_dim), of inputs that are (batch, seq, features)."""
@@ -146,19 +161,6 @@ class Multihead(nn.Module):
         if self._packed:
             return self.in_proj_weight.split(self._widths)
         return self.q_proj_weight, self.k_proj_weight, self.v_proj_weight
-
-    def _attend(
-        self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, with_weights: bool, **options: Any
-    ) -> Any:
-        check_flag("is_causal", is_causal)
-        self._check(query, key, value)
-        if not self.batch_first:
-            query, key, value = (x.transpose(0, 1) for x in (query, key, value))
-        check_masks(query, key, options.get("key_padding_mask"), options.get("document_ids"))
-        result = self.attention(*self.project_in(query, key, value), is_causal, with_weights, **options)
-        out = self.project_out(result[0] if with_weights else result)
-        out = out if self.batch_first else out.transpose(0, 1)
-        return (out, result[1]) if with_weights else out
 
     def _check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         order = "(batch, seq, features)" if self.batch_first else "(seq, batch, features)"
@@ -246,27 +248,6 @@ class BlockSparseRingMultiheadDilatedAttention(Multihead):
             device=device,
             dtype=dtype,
         )
-
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        is_causal: bool = False,
-        return_attention_weights: bool = False,
-        *,
-        key_padding_mask: Tensor | None = None,
-        document_ids: Tensor | None = None,
-        need_weights: bool = False,
-        placement: Placement | None = None,
-    ) -> Tensor | tuple[Tensor, BlockSparseWeights]:
-        """Attend. Masks are (batch, seq_k) as in `block_sparse_attention`, whatever `batch_first` says. Over a ring all
-        tensors are this rank's shards, and `placement` says of which tokens."""
-        with_weights = either(return_attention_weights, need_weights)
-        options: dict[str, Any] = {"key_padding_mask": key_padding_mask, "document_ids": document_ids}
-        if placement is not None:
-            options["placement"] = placement
-        return self._attend(query, key, value, is_causal, with_weights, **options)
 
 
 class MultiheadDilatedAttention(Multihead):

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from types import ModuleType, NoneType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import torch
 from torch import Tensor
 
-from ..backends.base import Extras, compute_dtype
+from ..backends.base import compute_dtype
 from ..layout import BlockLayout
 from ..memory import active_source, drawing_from
+from ..options import CallOptions, OptionKeywords
 from ..patterns import Pattern
 from .checks import check_qkv, check_scale, refuse_branches, resolve_layout
 from .choose import BY_NAME, check_backend, check_call, choose_for, leave_autocast
@@ -75,7 +76,7 @@ def block_sparse_attention(
         if known is None:
             check_backend(backend)
             refuse_branches(layout)
-            whole, extras = check_call(
+            whole, options = check_call(
                 q,
                 k,
                 v,
@@ -90,10 +91,10 @@ def block_sparse_attention(
                 sinks=sinks,
                 return_lse=return_lse,
             )
-            chosen = choose_for(q, k, whole, extras, backend, return_lse or sinks is not None)
+            chosen = choose_for(q, k, whole, options, backend, return_lse)
             if kind is not None:
-                layout.note(kind, _Known(extras, chosen, hasattr(chosen, "attention"), None))  # type: ignore[union-attr]
-            out, lse = run(q, k, v, whole, extras, chosen, sinks=sinks)
+                layout.note(kind, _Known(options, chosen, hasattr(chosen, "attention"), None))  # type: ignore[union-attr]
+            out, lse = run(q, k, v, whole, options, chosen)
         else:
             out, lse = _run_known(q, k, v, layout, is_causal, kind, known)  # type: ignore[arg-type]
     if not return_lse:
@@ -105,7 +106,7 @@ def block_sparse_attention(
 class _Known(NamedTuple):
     """What a layout remembers of a kind of call, which need not be checked again."""
 
-    extras: Extras
+    options: CallOptions
     backend: ModuleType
     differentiable: bool  # as it is
     again: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None  # the shortest way, without gradients
@@ -130,10 +131,10 @@ def _run_known(
         return known.again(q, k, v)
     whole = layout.causal if is_causal else layout
     if known.differentiable:
-        return known.backend.attention(q, k, v, whole, known.extras)
-    out, lse = _run_eagerly(q, k, v, (whole,), known.extras, known.backend)
+        return known.backend.attention(q, k, v, whole, known.options)
+    out, lse = _run_eagerly(q, k, v, (whole,), known.options, known.backend)
     if not training and known.backend.ordered:
-        again = known.backend.again(q, k, v, whole, known.extras)
+        again = known.backend.again(q, k, v, whole, known.options)
         if again is not None:
             layout.note(kind, known._replace(again=again))
     return out, lse
@@ -144,16 +145,15 @@ def attend(
     k: Tensor,
     v: Tensor,
     layout: BlockLayout,
-    extras: Extras,
+    options: CallOptions,
     backend: str,
     *,
     return_lse: bool,
-    sinks: Tensor | None = None,
     parts: Sequence[BlockLayout] = (),
 ) -> tuple[Tensor, Tensor | None]:
     """A checked call, run by the backend that is chosen for it; lse may be None where it was not asked for."""
-    chosen = choose_for(q, k, layout, extras, backend, return_lse or sinks is not None)
-    return run(q, k, v, layout, extras, chosen, sinks=sinks, parts=parts)
+    chosen = choose_for(q, k, layout, options, backend, return_lse)
+    return run(q, k, v, layout, options, chosen, parts=parts)
 
 
 def run(
@@ -161,37 +161,35 @@ def run(
     k: Tensor,
     v: Tensor,
     layout: BlockLayout,
-    extras: Extras,
+    options: CallOptions,
     backend: ModuleType,
     *,
-    sinks: Tensor | None = None,
     parts: Sequence[BlockLayout] = (),
 ) -> tuple[Tensor, Tensor | None]:
     """The same by this backend.
 
     Args:
-        sinks: as in `block_sparse_attention`.
         parts: layouts that add up to `layout`. The gradient then takes each part's share of a row for a constant.
     """
-    if sinks is not None:
-        out, lse = run(q, k, v, layout, extras, backend, parts=parts)
+    if options.sinks is not None:
+        out, lse = run(q, k, v, layout, options._replace(sinks=None), backend, parts=parts)
         assert lse is not None
-        return with_sinks(out, lse, sinks)
-    if extras.dropout_p > 0.0:
-        extras = extras._replace(seed=torch.randint(2**31, (), device=q.device))
+        return with_sinks(out, lse, options.sinks)
+    if options.dropout_p > 0.0:
+        options = options._replace(seed=torch.randint(2**31, (), device=q.device))
     if hasattr(backend, "attention"):  # differentiable as it is
         if parts:
-            return with_constant_shares([backend.attention(q, k, v, part, extras) for part in parts])
-        return backend.attention(q, k, v, layout, extras)
+            return with_constant_shares([backend.attention(q, k, v, part, options) for part in parts])
+        return backend.attention(q, k, v, layout, options)
     if nobody_looks_on(q, k, v):
-        return _run_eagerly(q, k, v, (layout, *parts), extras, backend)
+        return _run_eagerly(q, k, v, (layout, *parts), options, backend)
     _refuse_forward_mode(q, k, v)
     layouts = _flattened((layout, *parts), backend, _training(q, k, v))
-    return _forward(q, k, v, *layouts, *extras, backend.name)
+    return _forward(q, k, v, *layouts, *options.flatten(), backend.name)
 
 
 def _run_eagerly(
-    q: Tensor, k: Tensor, v: Tensor, layouts: Sequence[BlockLayout], extras: Extras, backend: ModuleType
+    q: Tensor, k: Tensor, v: Tensor, layouts: Sequence[BlockLayout], options: CallOptions, backend: ModuleType
 ) -> tuple[Tensor, Tensor]:
     """The same where nobody looks on, by a backend with a backward of its own; the parts stand behind the whole."""
     _refuse_forward_mode(q, k, v)
@@ -200,8 +198,8 @@ def _run_eagerly(
         for each in layouts:
             each.order(by_key=training)
     if not training:
-        return backend.forward(q, k, v, layouts[0], extras)
-    return _Attention.apply(q, k, v, layouts, extras, backend)
+        return backend.forward(q, k, v, layouts[0], options)
+    return _Attention.apply(q, k, v, layouts, options, backend)
 
 
 def _training(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -255,7 +253,7 @@ def nobody_looks_on(*tensors: Tensor) -> bool:
 
 
 class _Attention(torch.autograd.Function):
-    """The operator below for eager calls. Masks stand apart from `extras`, so that a change of them is noticed."""
+    """The operator below for eager calls. Masks stand apart from `options`, so that a change of them is noticed."""
 
     @staticmethod
     def forward(  # with ctx, not with setup_context, which would take as long as the rest
@@ -264,29 +262,29 @@ class _Attention(torch.autograd.Function):
         k: Tensor,
         v: Tensor,
         layouts: Sequence[BlockLayout],
-        extras: Extras,
+        options: CallOptions,
         backend: ModuleType,
     ) -> tuple[Tensor, Tensor]:
-        out, lse = backend.forward(q, k, v, layouts[0], extras)
-        masks = extras.key_padding_mask, extras.document_ids, extras.seed, extras.slopes
-        ctx.save_for_backward(q, k, v, out, lse, *masks)
-        ctx.layouts, ctx.extras, ctx.backend, ctx.source = layouts, extras, backend, active_source()
+        out, lse = backend.forward(q, k, v, layouts[0], options)
+        tensors, *ctx.options = options.flatten()
+        ctx.save_for_backward(q, k, v, out, lse, *tensors)
+        ctx.layouts, ctx.backend, ctx.source = layouts, backend, active_source()
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse, key_padding_mask, document_ids, seed, slopes = ctx.saved_tensors
-        masks = {"key_padding_mask": key_padding_mask, "document_ids": document_ids, "seed": seed, "slopes": slopes}
+        q, k, v, out, lse, *tensors = ctx.saved_tensors
         if do is None:
             do = torch.zeros_like(out)
-        given, extras = (do, dlse, q, k, v, out, lse), ctx.extras._replace(**masks)
+        given = do, dlse, q, k, v, out, lse
         seen = given if dlse is not None else (do, q, k, v, out, lse)
         if torch.is_grad_enabled() or not nobody_looks_on(*seen):  # the operator knows what to do then
             layouts = _flattened(ctx.layouts, ctx.backend, training=True)
-            return *_backward(*given, *layouts, *extras, ctx.backend.name), None, None, None
+            return *_backward(*given, *layouts, tensors, *ctx.options, ctx.backend.name), None, None, None
         with drawing_from(ctx.source):  # as the forward did, in whichever thread this is
-            return *_gradients(*given, ctx.layouts, extras, ctx.backend), None, None, None
+            options = CallOptions.unflatten(tensors, *ctx.options)
+            return *_gradients(*given, ctx.layouts, options, ctx.backend), None, None, None
 
 
 def _gradients(
@@ -298,19 +296,19 @@ def _gradients(
     out: Tensor,
     lse: Tensor,
     layouts: Sequence[BlockLayout],
-    extras: Extras,
+    options: CallOptions,
     backend: ModuleType,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv; the layouts are the whole and the parts of `attend`."""
     whole, *parts = layouts
     if not parts:
-        return backend.backward(do, dlse, q, k, v, out, lse, whole, extras)
+        return backend.backward(do, dlse, q, k, v, out, lse, whole, options)
     # With the lse of the whole, the weights of a part are its own times its share of the row: a constant.
     dtype = compute_dtype(q.dtype)
     dq, dk, dv = (torch.zeros_like(x, dtype=dtype, memory_format=torch.contiguous_format) for x in (q, k, v))
     for part in parts:
-        part_out, _ = backend.forward(q, k, v, part, extras)
-        more = backend.backward(do, dlse, q, k, v, part_out, lse, part, extras)
+        part_out, _ = backend.forward(q, k, v, part, options)
+        more = backend.backward(do, dlse, q, k, v, part_out, lse, part, options)
         for total, x in zip((dq, dk, dv), more, strict=True):
             total += x
     return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
@@ -331,38 +329,18 @@ def attention_with_weights(
     layout_or_pattern: BlockLayout | Pattern,
     *,
     is_causal: bool = False,
-    scale: float | None = None,
-    dropout_p: float = 0.0,
-    key_padding_mask: Tensor | None = None,
-    document_ids: Tensor | None = None,
-    softcap: float | None = None,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
     backend: str = "auto",
+    **options: Unpack[OptionKeywords],
 ) -> tuple[Tensor, BlockSparseWeights]:
     """`block_sparse_attention` and the weights before dropout, in memory proportional to the active blocks."""
     q, k, v, autocast_off = leave_autocast(q, k, v)
     check_backend(backend)
     refuse_branches(layout_or_pattern)
     with autocast_off:
-        layout, extras = check_call(
-            q,
-            k,
-            v,
-            layout_or_pattern,
-            is_causal=is_causal,
-            scale=scale,
-            dropout_p=dropout_p,
-            key_padding_mask=key_padding_mask,
-            document_ids=document_ids,
-            softcap=softcap,
-            alibi_slopes=alibi_slopes,
-            sinks=sinks,
-            return_lse=True,
-        )
-        out, lse = attend(q, k, v, layout, extras, backend, return_lse=True, sinks=sinks)
+        layout, checked = check_call(q, k, v, layout_or_pattern, is_causal=is_causal, return_lse=True, **options)
+        out, lse = attend(q, k, v, layout, checked, backend, return_lse=True)
         assert lse is not None
-        return out, attention_weights(q, k, lse, layout, extras)
+        return out, attention_weights(q, k, lse, layout, checked)
 
 
 @torch.library.custom_op("dilated_attention_pytorch::block_sparse_forward", mutates_args=())
@@ -372,22 +350,18 @@ def _forward(
     v: Tensor,
     layout: list[Tensor],
     sizes: list[int],
-    scale: float,
-    key_padding_mask: Tensor | None,
-    document_ids: Tensor | None,
-    dropout_p: float,
-    seed: Tensor | None,
-    softcap: float,
-    slopes: Tensor | None,
+    tensors: list[Tensor],
+    names: str,
+    numbers: list[float],
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    extras = Extras(scale, key_padding_mask, document_ids, dropout_p, seed, softcap, slopes)
+    options = CallOptions.unflatten(tensors, names, numbers)
     whole, *_ = BlockLayout.unflatten_all(layout, sizes)
-    return BY_NAME[backend].forward(q, k, v, whole, extras)
+    return BY_NAME[backend].forward(q, k, v, whole, options)
 
 
 @_forward.register_fake
-def _(q, k, v, layout, sizes, scale, key_padding_mask, document_ids, dropout_p, seed, softcap, slopes, backend):  # type: ignore[no-untyped-def]
+def _(q, k, v, layout, sizes, tensors, names, numbers, backend):  # type: ignore[no-untyped-def]
     batch, seq_q, heads, _ = q.shape
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     return out, q.new_empty(batch, heads, seq_q, dtype=compute_dtype(q.dtype))
@@ -404,18 +378,14 @@ def _backward(
     lse: Tensor,
     layout: list[Tensor],
     sizes: list[int],
-    scale: float,
-    key_padding_mask: Tensor | None,
-    document_ids: Tensor | None,
-    dropout_p: float,
-    seed: Tensor | None,
-    softcap: float,
-    slopes: Tensor | None,
+    tensors: list[Tensor],
+    names: str,
+    numbers: list[float],
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    extras = Extras(scale, key_padding_mask, document_ids, dropout_p, seed, softcap, slopes)
+    options = CallOptions.unflatten(tensors, names, numbers)
     layouts = BlockLayout.unflatten_all(layout, sizes)
-    return _gradients(do, dlse, q, k, v, out, lse, layouts, extras, BY_NAME[backend])
+    return _gradients(do, dlse, q, k, v, out, lse, layouts, options, BY_NAME[backend])
 
 
 @_backward.register_fake
@@ -424,34 +394,20 @@ def _(do, dlse, q, k, v, *rest):  # type: ignore[no-untyped-def]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, layout, sizes, scale, key_padding_mask, document_ids, dropout_p, seed, softcap, slopes, backend = inputs
-    ctx.save_for_backward(q, k, v, *output, key_padding_mask, document_ids, seed, slopes, *layout)
-    ctx.sizes, ctx.scale, ctx.dropout_p, ctx.softcap, ctx.backend = sizes, scale, dropout_p, softcap, backend
+    q, k, v, layout, sizes, tensors, names, numbers, backend = inputs
+    ctx.save_for_backward(q, k, v, *output, *layout, *tensors)
+    ctx.sizes, ctx.names, ctx.numbers, ctx.backend = sizes, names, numbers, backend
+    ctx.num_layout = len(layout)
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    q, k, v, out, lse, key_padding_mask, document_ids, seed, slopes, *layout = ctx.saved_tensors
-    grads = _backward(
-        torch.zeros_like(out) if do is None else do,
-        dlse,
-        q,
-        k,
-        v,
-        out,
-        lse,
-        layout,
-        ctx.sizes,
-        ctx.scale,
-        key_padding_mask,
-        document_ids,
-        ctx.dropout_p,
-        seed,
-        ctx.softcap,
-        slopes,
-        ctx.backend,
-    )
-    return *grads, [None] * len(layout), *[None] * 9
+    q, k, v, out, lse, *rest = ctx.saved_tensors
+    layout, tensors = rest[: ctx.num_layout], rest[ctx.num_layout :]
+    do = torch.zeros_like(out) if do is None else do
+    options = tensors, ctx.names, ctx.numbers
+    grads = _backward(do, dlse, q, k, v, out, lse, layout, ctx.sizes, *options, ctx.backend)
+    return *grads, [None] * len(layout), None, [None] * len(tensors), None, None, None
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import operator
 from functools import lru_cache
+from typing import Unpack
 
 import torch
 from torch import Tensor
 
 from ..backends.base import compute_dtype
 from ..layout import BlockLayout, layout_for, layout_for_branches
+from ..options import CallOptions, OptionKeywords
 from ..patterns import Branches, Causal, Pattern, PerHead, SparsePatternConfig
 from ..patterns.base import constant_in_graphs, numbered
 
@@ -67,6 +69,28 @@ def check_softcap(softcap: float | None) -> float:
     if not 1e-30 <= softcap <= 1e30:  # float32 has room for it, and for its multiples
         raise ValueError(f"softcap must be positive and finite (1e-30 to 1e30), got {softcap}")
     return float(softcap)
+
+
+def check_options(q: Tensor, k: Tensor, **keywords: Unpack[OptionKeywords]) -> CallOptions:
+    """The options of a call, all checked. The seed of dropout is still to be drawn."""
+    unknown = sorted(set(keywords) - set(OptionKeywords.__annotations__))
+    if unknown:
+        raise TypeError(
+            f"unknown keyword {unknown[0]!r}; the options of a call are {list(OptionKeywords.__annotations__)}"
+        )
+    key_padding_mask, document_ids = keywords.get("key_padding_mask"), keywords.get("document_ids")
+    sinks = keywords.get("sinks")
+    check_masks(q, k, key_padding_mask, document_ids)
+    check_sinks(sinks, q)
+    return CallOptions(
+        scale=check_scale(keywords.get("scale"), q.shape[3]),
+        key_padding_mask=key_padding_mask,
+        document_ids=document_ids,
+        dropout_p=check_dropout(keywords.get("dropout_p", 0.0)),
+        softcap=check_softcap(keywords.get("softcap")),
+        alibi_slopes=check_slopes(keywords.get("alibi_slopes"), q),
+        sinks=sinks,
+    )
 
 
 def check_slopes(alibi_slopes: Tensor | None, q: Tensor) -> Tensor | None:

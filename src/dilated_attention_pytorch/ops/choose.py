@@ -5,26 +5,18 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from types import ModuleType
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 
 from ..backends import blockwise, reference, sdpa, triton
-from ..backends.base import Extras, Request
+from ..backends.base import Request
 from ..layout import BlockLayout
+from ..options import CallOptions, OptionKeywords
 from ..patterns import Branches, Pattern
 from ..patterns.base import check_flag
-from .checks import (
-    check_dropout,
-    check_masks,
-    check_qkv,
-    check_scale,
-    check_sinks,
-    check_slopes,
-    check_softcap,
-    resolve_layout,
-)
+from .checks import check_options, check_qkv, resolve_layout
 
 # The first that can run is chosen. The reference is the definition; it is quadratic and runs only when named.
 ORDERED: tuple[ModuleType, ...] = (sdpa, triton, blockwise)
@@ -44,22 +36,6 @@ class Explanation:
         return "\n".join(f"{mark[name]} {name:{width}}  {reason}" for name, reason in self.reasons.items())
 
 
-def request_of(q: Tensor, k: Tensor, layout: BlockLayout, extras: Extras, *, return_lse: bool, backend: str) -> Request:
-    return Request(
-        device=q.device,
-        dtype=q.dtype,
-        kind=layout.kind,
-        square=q.shape[1] == k.shape[1],
-        grouped=q.shape[2] != k.shape[2],
-        head_dim=q.shape[3],
-        dropout=extras.dropout_p > 0.0,
-        masked=extras.key_padding_mask is not None or extras.document_ids is not None,
-        shaped=extras.shaped,
-        named=backend != "auto",
-        return_lse=return_lse,
-    )
-
-
 def check_backend(backend: str) -> str:
     if not isinstance(backend, str) or (backend != "auto" and backend not in BY_NAME):
         raise ValueError(f"backend must be one of {['auto', *BY_NAME]}, got {backend!r}")
@@ -76,8 +52,11 @@ def choose(backend: str, request: Request) -> ModuleType:
     return BY_NAME[backend]
 
 
-def choose_for(q: Tensor, k: Tensor, layout: BlockLayout, extras: Extras, backend: str, return_lse: bool) -> ModuleType:
-    return choose(backend, request_of(q, k, layout, extras, return_lse=return_lse, backend=backend))
+def choose_for(
+    q: Tensor, k: Tensor, layout: BlockLayout, options: CallOptions, backend: str, return_lse: bool
+) -> ModuleType:
+    named = backend != "auto"
+    return choose(backend, Request.of(q, k, options, kind=layout.kind, return_lse=return_lse, named=named))
 
 
 def explain(
@@ -87,46 +66,26 @@ def explain(
     layout_or_pattern: BlockLayout | Pattern | Branches,
     *,
     is_causal: bool = False,
-    scale: float | None = None,
-    dropout_p: float = 0.0,
-    key_padding_mask: Tensor | None = None,
-    document_ids: Tensor | None = None,
-    softcap: float | None = None,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
     return_lse: bool = False,
     backend: str = "auto",
+    **options: Unpack[OptionKeywords],
 ) -> Explanation:
     """Which backend `block_sparse_attention` would run with the same arguments, and why no other. Computes nothing.
 
     With `Branches` in place of the pattern, the same for `dilated_attention`.
     """
     q, k, v, _ = leave_autocast(q, k, v)
-    layout, extras = check_call(
-        q,
-        k,
-        v,
-        layout_or_pattern,
-        is_causal=is_causal,
-        scale=scale,
-        dropout_p=dropout_p,
-        key_padding_mask=key_padding_mask,
-        document_ids=document_ids,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-        return_lse=return_lse,
-    )
-    request = request_of(q, k, layout, extras, return_lse=return_lse or sinks is not None, backend=backend)
+    layout, checked = check_call(q, k, v, layout_or_pattern, is_causal=is_causal, return_lse=return_lse, **options)
+    named = backend != "auto"
+    request = Request.of(q, k, checked, kind=layout.kind, return_lse=return_lse, named=named)
     chosen = choose(backend, request).name
     reasons = {}
     for name, module in BY_NAME.items():
         ok, reason = module.can_run(replace(request, named=name == backend))
         if name == chosen:
-            named = "named by the caller; " if backend != "auto" else ""
-            reasons[name] = f"chosen: {named}{reason}"
+            reasons[name] = f"chosen: {'named by the caller; ' if named else ''}{reason}"
         else:
-            passed = "another was named" if backend != "auto" else f"{chosen} comes first"
+            passed = "another was named" if named else f"{chosen} comes first"
             reasons[name] = f"not chosen, {passed}: {reason}" if ok else f"cannot: {reason}"
     return Explanation(chosen, reasons)
 
@@ -154,27 +113,12 @@ def check_call(
     layout_or_pattern: BlockLayout | Pattern | Branches,
     *,
     is_causal: bool,
-    scale: float | None,
-    dropout_p: float,
-    key_padding_mask: Tensor | None,
-    document_ids: Tensor | None = None,
-    softcap: float | None,
-    alibi_slopes: Tensor | None,
-    sinks: Tensor | None,
     return_lse: bool,
-) -> tuple[BlockLayout, Extras]:
-    """All arguments of a call checked; its layout and the rest. The dropout seed is still to be drawn."""
+    **options: Unpack[OptionKeywords],
+) -> tuple[BlockLayout, CallOptions]:
+    """All arguments of a call checked; its layout and its options."""
     check_qkv(q, k, v)
     check_flag("is_causal", is_causal)
     check_flag("return_lse", return_lse)
-    check_masks(q, k, key_padding_mask, document_ids)
-    check_sinks(sinks, q)
-    extras = Extras(
-        scale=check_scale(scale, q.shape[3]),
-        key_padding_mask=key_padding_mask,
-        document_ids=document_ids,
-        dropout_p=check_dropout(dropout_p),
-        softcap=check_softcap(softcap),
-        slopes=check_slopes(alibi_slopes, q),
-    )
-    return resolve_layout(q, k, layout_or_pattern, is_causal), extras
+    checked = check_options(q, k, **options)
+    return resolve_layout(q, k, layout_or_pattern, is_causal), checked

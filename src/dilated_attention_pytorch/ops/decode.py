@@ -10,24 +10,17 @@ import torch
 from torch import Tensor
 
 from ..backends import decoding, triton
-from ..backends.base import Extras, Request, compute_dtype
+from ..backends.base import Request, compute_dtype
 from ..backends.decoding import Cache, capacity_of
 from ..layout.build import documents_of
 from ..layout.lists import HOST
 from ..layout.rows import rows_at
+from ..options import CallOptions
 from ..patterns import Causal, Pattern
 from ..patterns.base import check_flag, check_int, numbered
 from ..patterns.blocks import ceil_div
 from .block_sparse import nobody_looks_on, with_sinks
-from .checks import (
-    DEFAULT_BLOCK_SIZE,
-    check_lists,
-    check_qkv,
-    check_scale,
-    check_sinks,
-    check_slopes,
-    check_softcap,
-)
+from .checks import DEFAULT_BLOCK_SIZE, check_lists, check_options, check_qkv
 from .choose import leave_autocast
 
 BACKENDS = ("auto", "triton", "blockwise")
@@ -77,7 +70,6 @@ def decode_attention(
     _check_cache(q, k, v, page_table)
     check_flag("is_causal", is_causal)
     check_flag("return_lse", return_lse)
-    check_sinks(sinks, q)
     if not isinstance(pattern, Pattern):
         raise TypeError(f"pattern must be a Pattern, got {type(pattern).__name__}")
     check_lists(q, k, pattern)
@@ -90,23 +82,13 @@ def decode_attention(
     capacity = capacity_of(k, page_table)
     lengths = _checked_lengths(lengths, q, capacity)
     _check_padding(key_padding_mask, q, capacity)
+    options = check_options(q, k, scale=scale, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks)
+    options = options._replace(key_padding_mask=key_padding_mask, sinks=None)
     name = _chosen(backend, q)
     run = _decode if nobody_looks_on(q, k, v) else _decode_op
+    number = operator.index(pattern.number)
     with autocast_off:
-        out, lse = run(
-            q,
-            k,
-            v,
-            lengths,
-            page_table,
-            key_padding_mask,
-            check_slopes(alibi_slopes, q),
-            operator.index(pattern.number),
-            is_causal,
-            check_scale(scale, q.shape[3]),
-            check_softcap(softcap),
-            name,
-        )
+        out, lse = run(q, k, v, lengths, page_table, *options.flatten(), number, is_causal, name)
         if sinks is not None:
             out, lse = with_sinks(out, lse, sinks)
     return (out, lse) if return_lse else out
@@ -118,12 +100,11 @@ def _decode(
     v: Tensor,
     lengths: Tensor,
     page_table: Tensor | None,
-    key_padding_mask: Tensor | None,
-    slopes: Tensor | None,
+    tensors: list[Tensor],
+    names: str,
+    numbers: list[float],
     number: int,
     is_causal: bool,
-    scale: float,
-    softcap: float,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     new = q.shape[1]
@@ -137,8 +118,8 @@ def _decode(
         _check_pages(page_table, counts, k)
     cache = Cache(k, v, page_table, _on_device(counts, q.device))
     rows = rows_at(pattern, counts, new, block, q.device)
-    extras = Extras(scale, key_padding_mask, softcap=softcap, slopes=slopes)
-    return (triton.decode if backend == "triton" else decoding.decode)(q, cache, rows, extras)
+    options = CallOptions.unflatten(tensors, names, numbers)
+    return (triton.decode if backend == "triton" else decoding.decode)(q, cache, rows, options)
 
 
 _decode_op = torch.library.custom_op(
@@ -147,7 +128,7 @@ _decode_op = torch.library.custom_op(
 
 
 @_decode_op.register_fake
-def _(q, k, v, lengths, page_table, key_padding_mask, slopes, number, is_causal, scale, softcap, backend):  # type: ignore[no-untyped-def]
+def _(q, k, v, lengths, page_table, tensors, names, numbers, number, is_causal, backend):  # type: ignore[no-untyped-def]
     batch, new, heads, _ = q.shape
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     return out, q.new_empty(batch, heads, new, dtype=compute_dtype(q.dtype))

@@ -63,7 +63,7 @@ def dilated_attention(
     check_head_offsets(head_offsets)
     branches, alone = _branches_of(tuple(segment_lengths), tuple(dilation_rates), head_offsets)
     with autocast_off:
-        layout, extras = check_call(
+        layout, options = check_call(
             q,
             k,
             v,
@@ -80,7 +80,7 @@ def dilated_attention(
         parts = []
         if detach_branch_weights and len(alone) > 1:
             parts = [resolve_layout(q, k, branch, is_causal) for branch in alone]
-        out, lse = attend(q, k, v, layout, extras, backend, return_lse=return_lse, sinks=sinks, parts=parts)
+        out, lse = attend(q, k, v, layout, options, backend, return_lse=return_lse, parts=parts)
     if not return_lse:
         return out
     assert lse is not None

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Unpack
+
 import torch
 from torch import Tensor
 
 from ..layout import BlockLayout
+from ..options import OptionKeywords
 from ..patterns import Full, Pattern
 from .block_sparse import block_sparse_attention
 
@@ -17,10 +20,8 @@ def kept_mass(
     layout_or_pattern: BlockLayout | Pattern,
     *,
     is_causal: bool = False,
-    scale: float | None = None,
-    key_padding_mask: Tensor | None = None,
-    document_ids: Tensor | None = None,
     backend: str = "auto",
+    **options: Unpack[OptionKeywords],
 ) -> Tensor:
     """The share of dense attention's mass that falls on the pairs of a layout or pattern: (batch, heads, seq_q).
 
@@ -29,18 +30,13 @@ def kept_mass(
     exponentials come from `block_sparse_attention`, so the memory is linear, on any backend.
     """
 
+    unused = sorted({"dropout_p", "sinks"} & set(options))
+    if unused:
+        raise TypeError(f"{unused[0]} has no meaning for kept_mass, which weighs keys against keys; leave it out")
+
     def lse(who: BlockLayout | Pattern) -> Tensor:
         _, total = block_sparse_attention(
-            q,
-            k,
-            k,
-            who,
-            is_causal=is_causal,
-            scale=scale,
-            key_padding_mask=key_padding_mask,
-            document_ids=document_ids,
-            return_lse=True,
-            backend=backend,
+            q, k, k, who, is_causal=is_causal, return_lse=True, backend=backend, **options
         )
         return total
 

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..backends.base import Extras, aligned_queries, compute_dtype
+from ..backends.base import aligned_queries, compute_dtype
 from ..layout import BlockLayout
+from ..options import CallOptions
 
 
 class BlockSparseWeights(Mapping[str, Any]):
@@ -70,7 +71,9 @@ class BlockSparseWeights(Mapping[str, Any]):
         return plot_weights(self, path, sample=sample, head=head)
 
 
-def attention_weights(q: Tensor, k: Tensor, lse: Tensor, layout: BlockLayout, extras: Extras) -> BlockSparseWeights:
+def attention_weights(
+    q: Tensor, k: Tensor, lse: Tensor, layout: BlockLayout, options: CallOptions
+) -> BlockSparseWeights:
     """exp(scores − lse) of every active block: the weights before dropout, in the compute dtype, differentiable.
 
     A pair of dilated attention has its weight as often as it counts. The layout's blocks are of neighbouring tokens.
@@ -80,17 +83,17 @@ def attention_weights(q: Tensor, k: Tensor, lse: Tensor, layout: BlockLayout, ex
     keys, inverse = torch.unique(query_block.long() * layout.num_k_blocks + key_block, return_inverse=True)
     rows, columns = keys // layout.num_k_blocks, keys % layout.num_k_blocks
     dtype = compute_dtype(q.dtype)
-    queries = _blocks(q.to(dtype) * extras.scale, layout.block_q)[rows]
+    queries = _blocks(q.to(dtype) * options.scale, layout.block_q)[rows]
     keys_ = _blocks(k.to(dtype).repeat_interleave(heads // k.shape[2], dim=2), layout.block_k)[columns]
     totals = _blocks(lse.transpose(1, 2)[..., None], layout.block_q)[rows]
     scores = queries @ keys_.mT
     query = rows[:, None] * layout.block_q + torch.arange(layout.block_q, device=q.device)
-    if extras.softcap:
-        scores = extras.softcap * torch.tanh(scores / extras.softcap)
-    if extras.slopes is not None:
+    if options.softcap:
+        scores = options.softcap * torch.tanh(scores / options.softcap)
+    if options.alibi_slopes is not None:
         key = columns[:, None] * layout.block_k + torch.arange(layout.block_k, device=q.device)
         distance = (query[:, :, None] + (layout.seq_k - seq_q) - key[:, None]).abs()
-        scores = scores - extras.slopes[:, None, None] * distance[:, None, None]
+        scores = scores - options.alibi_slopes[:, None, None] * distance[:, None, None]
     empty = totals == -torch.inf
     cells = layout.cells()
     times = torch.zeros(len(rows), layout.num_lists, *layout.blocks, dtype=cells.dtype, device=q.device)
@@ -98,11 +101,11 @@ def attention_weights(q: Tensor, k: Tensor, lse: Tensor, layout: BlockLayout, ex
     times = times.view(len(rows), layout.batch_size or 1, layout.num_heads or 1, *layout.blocks)
     times = times.repeat_interleave(heads // times.shape[2], dim=2)
     mask = (times > 0) & (query < seq_q)[:, None, None, :, None] & ~empty
-    if extras.key_padding_mask is not None:
-        hidden = _blocks(extras.key_padding_mask[:, :, None, None], layout.block_k)[columns]
+    if options.key_padding_mask is not None:
+        hidden = _blocks(options.key_padding_mask[:, :, None, None], layout.block_k)[columns]
         mask = mask & ~hidden.mT
-    if extras.document_ids is not None:
-        ids = extras.document_ids[:, :, None, None]
+    if options.document_ids is not None:
+        ids = options.document_ids[:, :, None, None]
         query_ids = _blocks(aligned_queries(ids, seq_q), layout.block_q)[rows]
         mask = mask & (query_ids == _blocks(ids, layout.block_k)[columns].mT)
     # Hidden before exp, not after: an overflow there would make NaN of its gradient.

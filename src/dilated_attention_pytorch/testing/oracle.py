@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from ..backends import reference
-from ..backends.base import Extras
 from ..layout import BlockLayout
 from ..ops import block_sparse_attention, dilated_attention
 from ..ops.block_sparse import with_sinks
 from ..ops.checks import resolve_layout
+from ..options import CallOptions
 from ..patterns import Branches
 
 FLOAT64_TOLERANCE = 1e-10
@@ -82,10 +82,10 @@ def errors_of_eager(case: Case, expected: tuple[Tensor, ...]) -> list[float]:
     q, k, v = (x.detach().requires_grad_() for x in (case.q, case.k, case.v))
     layout = resolve_layout(q, k, case.layout, case.is_causal)
     heads, scale = q.shape[2], case.scale if case.scale is not None else q.shape[3] ** -0.5
-    extras = Extras(scale, case.key_padding_mask, case.document_ids)
+    options = CallOptions(scale, key_padding_mask=case.key_padding_mask, document_ids=case.document_ids)
     keys, values = (x.repeat_interleave(heads // x.shape[2], dim=2) for x in (k, v))
     scores = torch.einsum("bqhd,bkhd->bhqk", q, keys) * scale
-    counts = reference.counted_pairs(layout, heads, extras)
+    counts = reference.counted_pairs(layout, heads, options)
     if case.softcap is not None:
         scores = case.softcap * torch.tanh(scores / case.softcap)
     if case.alibi_slopes is not None:
