@@ -157,22 +157,22 @@ def test_the_same_bits_every_time():
 @pytest.mark.parametrize("name", ["window and global", "documents", "per head", "branches"])
 def test_long_calls_are_several_launches(name, head_dim, monkeypatch):
     """As if 800 tokens were many: a launch of each kernel for every two blocks, done once, again, and replayed."""
-    from dilated_attention_pytorch.kernels import dealing, launch
+    from dilated_attention_pytorch.kernels import launch, tile_scheduler
     from dilated_attention_pytorch.layout import lists
 
-    monkeypatch.setattr(dealing, "LEAST_TURNS", 1)
+    monkeypatch.setattr(tile_scheduler, "MIN_TURNS", 1)
     monkeypatch.setattr(lists, "NEAR", 2)
     monkeypatch.setattr(launch, "num_processors", lambda device: 4)
-    dealing.deals.cache_clear()
+    tile_scheduler.tile_schedules.cache_clear()
     if name == "branches":
         q, k, v, do = torch.randn(4, 1, 2816, 4, head_dim, device="cuda", dtype=torch.bfloat16)
         case = Case(q, k, v, Branches((512, 1408), (1, 2)), do, torch.randn(1, 4, 2816, device="cuda"), is_causal=True)
     else:
         case = make_case(PATTERNS[name], 3, torch.bfloat16, head_dim, 128)
-    assert len(dealing.deals(7, 2, 4, 4)) == 3
+    assert len(tile_scheduler.tile_schedules(7, 2, 4, 4)) == 3
     for _ in range(3):
         assert_exact(case, "triton")
-    dealing.deals.cache_clear()
+    tile_scheduler.tile_schedules.cache_clear()
 
 
 def random_pattern(chance, seq):

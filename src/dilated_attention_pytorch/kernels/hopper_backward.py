@@ -21,7 +21,6 @@ from .common import (
     query_bounds,
     shaped,
 )
-from .dealing import turns_of
 from .forward import VARYING
 from .hopper_forward import (
     BYTES,
@@ -38,6 +37,7 @@ from .hopper_forward import (
     token_of,
     tokens_of,
 )
+from .tile_scheduler import num_turns
 
 
 @gluon.jit
@@ -60,18 +60,18 @@ def _fetch(
     own_ready, own_empty, ready, empty = barriers
     (
         offsets, splits, indices, work, batch, heads, group, num_blocks, lists_a_sample, heads_a_list,
-        deal, classes, walked,
+        schedule, classes, walked,
     ) = lists  # fmt: skip
     own_step_a, own_step_b, step_a, step_b = steps
     tile_heads = heads // group if OF_KEYS else heads
     PER: gl.constexpr = BLOCK // STREAM
     step = 0
-    for turn in range(turns_of(deal)):
+    for turn in range(num_turns(schedule)):
         # A tile of keys is walked by every query head of its key head, a tile of queries by its key head alone.
         first_list_head = group if OF_KEYS else 1
         sample, head, residue, own, block, start, split, stop = tile_of(
             turn,
-            deal,
+            schedule,
             work,
             tile_heads,
             num_blocks,
@@ -151,7 +151,7 @@ def _compute_dkv(
     rule_ids, rules, documents, branches, padding, document_ids, seed, slopes = masks
     (
         offsets, splits, indices, work, batch, heads, group, num_blocks, lists_a_sample, heads_a_list,
-        deal, classes, walked,
+        schedule, classes, walked,
     ) = lists  # fmt: skip
     seq_q, seq_k, num_intervals, num_branches, scale, scale_out, cap, threshold, keep_scale = numbers
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STREAM, 16])  # keys × queries
@@ -169,10 +169,10 @@ def _compute_dkv(
     nothing = gl.zeros([ROWS, STREAM], gl.float32, SCORES)
     k, v = k_buffers.index(WHO), v_buffers.index(WHO)
     step = 0
-    for turn in range(turns_of(deal)):
+    for turn in range(num_turns(schedule)):
         sample, key_head, residue, own, block, start, split, stop = tile_of(
             turn,
-            deal,
+            schedule,
             work,
             heads_kv,
             num_blocks,
@@ -296,7 +296,7 @@ def _compute_dq(
     rule_ids, rules, documents, branches, padding, document_ids, seed, slopes = masks
     (
         offsets, splits, indices, work, batch, heads, group, num_blocks, lists_a_sample, heads_a_list,
-        deal, classes, walked,
+        schedule, classes, walked,
     ) = lists  # fmt: skip
     seq_q, seq_k, num_intervals, num_branches, scale, scale_out, cap, threshold, keep_scale = numbers
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STREAM, 16])  # queries × keys
@@ -312,10 +312,10 @@ def _compute_dq(
     nothing = gl.zeros([ROWS, STREAM], gl.float32, SCORES)
     q, grad = q_buffers.index(WHO), g_buffers.index(WHO)
     step = 0
-    for turn in range(turns_of(deal)):
+    for turn in range(num_turns(schedule)):
         sample, head, residue, own, _, start, split, stop = tile_of(
             turn,
-            deal,
+            schedule,
             work,
             heads,
             num_blocks,
@@ -416,7 +416,7 @@ def backward_kernel(
     q, k, v, grad, of_rows, lse, delta, dq, dk, dv,
     offsets, splits, indices, rule_ids, work, rules, documents, branches, padding, document_ids, seed, slopes,
     batch, heads, group, seq_q, seq_k, num_blocks, lists_a_sample, heads_a_list, num_intervals, num_branches, classes,
-    total, num_tiles, first, order, walked, q_step, k_step, v_step, g_step,
+    total_tiles, tiles_per_head, first_tile, tile_order, walked, q_step, k_step, v_step, g_step,
     scale, scale_out, cap, threshold, keep_scale,
     D: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, STREAM: gl.constexpr, RING: gl.constexpr,
     FLIP: gl.constexpr, NAMED: gl.constexpr, SINGLE: gl.constexpr, DOCUMENTS: gl.constexpr, PADDING: gl.constexpr,
@@ -449,7 +449,7 @@ def backward_kernel(
     masks = (rule_ids, rules, documents, branches, padding, document_ids, seed, slopes)
     lists = (
         offsets, splits, indices, work, batch, heads, group, num_blocks, lists_a_sample, heads_a_list,
-        (total, num_tiles, first, order), classes, walked,
+        (total_tiles, tiles_per_head, first_tile, tile_order), classes, walked,
     )  # fmt: skip
     numbers = (seq_q, seq_k, num_intervals, num_branches, scale, scale_out, cap, threshold, keep_scale)
     if OF_KEYS:

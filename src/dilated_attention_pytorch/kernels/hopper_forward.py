@@ -43,8 +43,8 @@ from .common import (
     pairs_allowed,
     shaped,
 )
-from .dealing import tile_dealt, turns_of
 from .forward import VARYING
+from .tile_scheduler import num_turns, scheduled_tile
 
 PLAIN_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
@@ -124,13 +124,13 @@ def token_of(row, residue, classes, DILATED: gl.constexpr):
 
 @gluon.jit
 def tile_of(
-    turn, deal, work, heads, num_blocks, classes, lists_a_sample, heads_a_list, list_heads,
+    turn, schedule, work, heads, num_blocks, classes, lists_a_sample, heads_a_list, list_heads,
     BLOCK: gl.constexpr, DILATED: gl.constexpr,
 ):  # fmt: skip
     """Sample, head, class and first row in it, block and list of the tile of a turn; the list is that of query head
     `head · list_heads`."""
     TILES: gl.constexpr = BLOCK // TILE
-    place, which = tile_dealt(turn, deal)
+    place, which = scheduled_tile(turn, schedule)
     sample, head = which // heads, which % heads
     rows_before = list_of(sample, head * list_heads, lists_a_sample, heads_a_list) * num_blocks
     block, start, split, stop = load_work(work, rows_before + place // TILES)
@@ -145,18 +145,18 @@ def _fetch(
 ):  # fmt: skip
     q_buffers, k_buffers, v_buffers = buffers
     q_ready, q_empty, k_ready, k_empty, v_ready, v_empty = barriers
-    indices, work, heads, group, num_blocks, lists_a_sample, heads_a_list, deal, classes, walked, steps = lists
+    indices, work, heads, group, num_blocks, lists_a_sample, heads_a_list, schedule, classes, walked, steps = lists
     q_step, k_step, v_step = steps
     PER: gl.constexpr = BLOCK_K // TILE_K
-    step, turns = 0, turns_of(deal)
+    step, turns = 0, num_turns(schedule)
     sample, head, residue, query, _, start, _, stop = tile_of(
-        0, deal, work, heads, num_blocks, classes, lists_a_sample, heads_a_list, 1, BLOCK_Q, DILATED
+        0, schedule, work, heads, num_blocks, classes, lists_a_sample, heads_a_list, 1, BLOCK_Q, DILATED
     )
     block = gl.load(indices + start, mask=start < stop, other=0)
     for turn in range(turns):
         # Reading lists takes as long as a block of work: the next tile and the next block are asked for in time.
         next_sample, next_head, next_residue, next_query, _, next_start, _, next_stop = tile_of(
-            turn + 1, deal, work, heads, num_blocks, classes, lists_a_sample, heads_a_list, 1, BLOCK_Q, DILATED
+            turn + 1, schedule, work, heads, num_blocks, classes, lists_a_sample, heads_a_list, 1, BLOCK_Q, DILATED
         )
         place = turn % Q_RING
         mbarrier.wait(q_empty.index(place), (turn // Q_RING & 1) ^ 1)
@@ -217,7 +217,7 @@ def _compute(
     q_buffers, k_buffers, v_buffers = buffers
     q_ready, q_empty, k_ready, k_empty, v_ready, v_empty = barriers
     rule_ids, rules, documents, branches, padding, document_ids, seed, slopes = masks
-    indices, work, heads, group, num_blocks, lists_a_sample, heads_a_list, deal, classes, walked, _ = lists
+    indices, work, heads, group, num_blocks, lists_a_sample, heads_a_list, schedule, classes, walked, _ = lists
     seq_q, seq_k, num_intervals, num_branches, scale, cap, threshold, keep_scale = numbers
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_K, 16])
     MIXED: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
@@ -234,11 +234,11 @@ def _compute(
     lane = gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
     key_lane = gl.arange(0, TILE_K, gl.SliceLayout(0, SCORES))
 
-    step, turns = 0, turns_of(deal)
+    step, turns = 0, num_turns(schedule)
     if WHO == 1:
         hand_over(WHO)
     sample, head, residue, query_from, _, start, split, stop = tile_of(
-        0, deal, work, heads, num_blocks, classes, lists_a_sample, heads_a_list, 1, BLOCK_Q, DILATED
+        0, schedule, work, heads, num_blocks, classes, lists_a_sample, heads_a_list, 1, BLOCK_Q, DILATED
     )
     mbarrier.wait(q_ready.index(0), 0)
     mbarrier.wait(k_ready.index(0), 0)
@@ -248,7 +248,7 @@ def _compute(
     for turn in range(turns):
         # What the next tile is: asked for now, read when this one is done.
         next_sample, next_head, next_residue, next_query, _, next_start, next_split, next_stop = tile_of(
-            turn + 1, deal, work, heads, num_blocks, classes, lists_a_sample, heads_a_list, 1, BLOCK_Q, DILATED
+            turn + 1, schedule, work, heads, num_blocks, classes, lists_a_sample, heads_a_list, 1, BLOCK_Q, DILATED
         )
         q = q_buffers.index(turn % Q_RING * 2 + WHO)
         row = token_of(query_from + WHO * ROWS + lane, residue, classes, DILATED)
@@ -470,7 +470,10 @@ def _hide(
     return scores
 
 
-VARYING_STEPS = ("total", "num_tiles", "first", "order", "batch", "walked", "q_step", "k_step", "v_step", "g_step")
+VARYING_STEPS = (
+    "total_tiles", "tiles_per_head", "first_tile", "tile_order", "batch", "walked",
+    "q_step", "k_step", "v_step", "g_step",
+)  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=[*VARYING, *VARYING_STEPS])
@@ -478,7 +481,7 @@ def forward_kernel(
     q, k, v, out, lse,
     indices, rule_ids, work, rules, documents, branches, padding, document_ids, seed, slopes,
     heads, group, seq_q, seq_k, num_blocks, lists_a_sample, heads_a_list, num_intervals, num_branches, classes,
-    total, num_tiles, first, order, walked, q_step, k_step, v_step,
+    total_tiles, tiles_per_head, first_tile, tile_order, walked, q_step, k_step, v_step,
     scale, cap, threshold, keep_scale,
     D: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, TILE_K: gl.constexpr,
     Q_RING: gl.constexpr, KV_RING: gl.constexpr, FLIP: gl.constexpr,
@@ -486,8 +489,8 @@ def forward_kernel(
     DOCUMENT_IDS: gl.constexpr, DILATED: gl.constexpr, SOFTCAP: gl.constexpr, ALIBI: gl.constexpr,
     DROPOUT: gl.constexpr,
 ):  # fmt: skip
-    """`q`, `k`, `v` and `out` are what `describe` makes; `total` to `order` are a `Deal`, `walked` is the number of key
-    blocks of a class, and steps lead from one class to the next."""
+    """`q`, `k`, `v` and `out` are what `describe` makes; `total_tiles` to `tile_order` are a `TileSchedule`, `walked`
+    is the number of key blocks of a class, and steps lead from one class to the next."""
     ROW_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], q.dtype)
     KEY_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE_K, D], q.dtype)
     q_buffers = gl.allocate_shared_memory(q.dtype, [2 * Q_RING, ROWS, D], ROW_LAYOUT)
@@ -512,8 +515,8 @@ def forward_kernel(
     masks = (rule_ids, rules, documents, branches, padding, document_ids, seed, slopes)
     steps = (q_step, k_step, v_step)
     lists = (
-        indices, work, heads, group, num_blocks, lists_a_sample, heads_a_list, (total, num_tiles, first, order),
-        classes, walked, steps,
+        indices, work, heads, group, num_blocks, lists_a_sample, heads_a_list,
+        (total_tiles, tiles_per_head, first_tile, tile_order), classes, walked, steps,
     )  # fmt: skip
     numbers = (seq_q, seq_k, num_intervals, num_branches, scale, cap, threshold, keep_scale)
     gl.warp_specialize([

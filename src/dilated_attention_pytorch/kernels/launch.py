@@ -30,8 +30,8 @@ from .configs import (
     for_rows,
     padded_dim,
 )
-from .dealing import Deal, deals
 from .forward import forward_kernel
+from .tile_scheduler import TileSchedule, tile_schedules
 
 INTERPRETED = triton.knobs.runtime.interpret
 try:
@@ -285,11 +285,11 @@ class Call:
         tile_k, q_ring, kv_ring = HOPPER_FORWARD[self.head_dim]
         tile_k = min(tile_k, layout.block_k)
         described = self._described((self.q, self.k, self.v, out), (64, tile_k, tile_k, 64))
-        for programs, deal in self._deals(layout.num_q_blocks, layout.block_q // 128, self.heads):
+        for programs, schedule in self._schedules(layout.num_q_blocks, layout.block_q // 128, self.heads):
             self._launch(
                 hopper_forward.forward_kernel, (programs,),
                 (*described, lse, *self._by_query(), *self.masks, self.slopes),
-                (*self.sizes, layout.num_q_blocks, *self.list_sizes, *deal,
+                (*self.sizes, layout.num_q_blocks, *self.list_sizes, *schedule,
                  layout.num_k_blocks // layout.classes, *(x.stride(1) for x in (self.q, self.k, self.v)), self.units,
                  self.cap, *self.dropout),
                 **self._hopper_flags(), TILE_K=tile_k, Q_RING=q_ring, KV_RING=kv_ring,
@@ -314,20 +314,20 @@ class Call:
         inputs = (self.q, self.k, self.v, do)
         described = self._described(inputs, (of_q, of_k, of_k, of_q))
         described.append(hopper_forward.describe_rows(of_rows[0], stream))
-        for programs, deal in self._deals(num_blocks, tiles, heads):
+        for programs, schedule in self._schedules(num_blocks, tiles, heads):
             self._launch(
                 hopper_backward.backward_kernel, (programs,),
                 (*described, *of_rows[1:], dq, dk, dv, *lists.tensors(), work, *self.masks, self.slopes),
-                (self.batch, *self.sizes, num_blocks, *self.list_sizes, *deal, walked // layout.classes,
+                (self.batch, *self.sizes, num_blocks, *self.list_sizes, *schedule, walked // layout.classes,
                  *(x.stride(1) for x in inputs), self.units, self.scale, self.cap, *self.dropout),
                 **self._hopper_flags(), STREAM=stream, RING=ring, OWN_LISTS=self.own_lists, OF_KEYS=of_keys,
                 num_warps=4, maxnreg=168,
             )  # fmt: skip
 
-    def _deals(self, rows: int, tiles: int, heads: int) -> tuple[tuple[int, Deal], ...]:
+    def _schedules(self, rows: int, tiles: int, heads: int) -> tuple[tuple[int, TileSchedule], ...]:
         """Of rows of so many tiles each."""
         near = neighbourhood(self.layout.classes)
-        return deals(rows * tiles, near * tiles, heads * self.batch, num_processors(self.q.device))
+        return tile_schedules(rows * tiles, near * tiles, heads * self.batch, num_processors(self.q.device))
 
     def _described(self, tensors: Sequence[Tensor], rows: Sequence[int]) -> list[Any]:
         """For the Hopper kernels' copies of so many rows."""
