@@ -271,7 +271,7 @@ def test_no_new_kernel_for_a_new_length_or_layout(block):
 
 @pytest.mark.parametrize(("block", "head_dim"), [(128, 64), (128, 128), (32, 64), (64, 80)])
 def test_a_call_like_one_before_is_done_again_with_its_own_tensors(block, head_dim, monkeypatch):
-    from dilated_attention_pytorch.kernels import binding
+    from dilated_attention_pytorch.kernels import launcher
 
     def layout():
         return BlockLayout.from_pattern(SlidingWindow(200, 30), 1024, block_size=block, device="cuda")
@@ -281,8 +281,8 @@ def test_a_call_like_one_before_is_done_again_with_its_own_tensors(block, head_d
         out = block_sparse_attention(*leaves, layout)
         return out.detach(), *torch.autograd.grad(out, leaves, tensors[3])
 
-    replays, original = [], binding.Replay.__call__
-    monkeypatch.setattr(binding.Replay, "__call__", lambda self, x: (replays.append(self), original(self, x))[1])
+    replays, original = [], launcher.Replay.__call__
+    monkeypatch.setattr(launcher.Replay, "__call__", lambda self, x: (replays.append(self), original(self, x))[1])
     same = layout()
     for seed in range(4):
         torch.manual_seed(seed)
@@ -313,13 +313,13 @@ def test_the_shortest_way_gives_the_same(by):
 
 
 def test_direct_launches_are_used_where_triton_is_known():
-    from dilated_attention_pytorch.kernels import binding
+    from dilated_attention_pytorch.kernels import launcher
 
     (q, k, v), layout = window_case()
     for _ in range(3):
         block_sparse_attention(q, k, v, layout)
-    (replay,) = [note for note in layout.notes.values() if isinstance(note, binding.Replay)]
-    known = getattr(binding.driver, "_BASE_ARGS_FORMAT", None) == binding._KNOWN_LAUNCHER
+    (replay,) = [note for note in layout.notes.values() if isinstance(note, launcher.Replay)]
+    known = getattr(launcher.driver, "_BASE_ARGS_FORMAT", None) == launcher._KNOWN_LAUNCHER
     assert (replay._direct is not None) == known
 
 

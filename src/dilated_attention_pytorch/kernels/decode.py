@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..layout.rows import CacheRows
-from . import binding
+from . import launcher
 from .common import LOG2E, cap_kind, count_tiles, load_rows, load_work, pairs_allowed, shaped, tile_at
 from .configs import padded_dim
 from .forward import weights_of
@@ -166,7 +166,7 @@ def launch(
     part_out = torch.empty(batch, new, heads, num_parts, head_dim, dtype=torch.float32, device=q.device)
     part_lse = torch.empty(batch, new, heads, num_parts, dtype=torch.float32, device=q.device)
     nothing = rows.work
-    binding.launch(
+    launcher.launch(
         decode_kernel, (programs, num_parts),
         (
             q, k, v, part_out, part_lse, lengths, rows.work, rows.indices, rows.rule_ids, rows.rules,
@@ -185,7 +185,7 @@ def launch(
         PAGED=page_table is not None, SOFTCAP=cap_kind(softcap), ALIBI=slopes is not None,
         PRECISION=precision_of(q.dtype), NATURAL=natural, num_warps=4, num_stages=3,
     )  # fmt: skip
-    binding.launch(
+    launcher.launch(
         merge_kernel, (batch * new * heads,), (part_out, part_lse, out, lse), (new, heads, num_parts),
         D=head_dim, PADDED_D=padded, PARTS=triton.next_power_of_2(num_parts), num_warps=4,
     )  # fmt: skip

@@ -29,7 +29,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from .binding import MOST, described_again
 from .common import (
     ahead_of,
     counted,
@@ -44,6 +43,7 @@ from .common import (
     shaped,
 )
 from .forward import VARYING
+from .launcher import MOST, described_again
 from .tile_scheduler import num_turns, scheduled_tile
 
 PLAIN_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)

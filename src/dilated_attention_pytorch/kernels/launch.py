@@ -16,7 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..layout import BlockLayout
 from ..layout.lists import neighbourhood
-from . import binding
+from . import launcher
 from .backward import dkv_kernel, dq_kernel, rows_kernel
 from .common import cap_kind
 from .configs import (
@@ -69,7 +69,7 @@ def again(
     return partial(_replayed, known) if known and q.dtype != torch.float32 else None
 
 
-def _replayed(replay: binding.Replay, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def _replayed(replay: launcher.Replay, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     out, lse = _results(q)
     replay((q, k, v, out, lse))
     return out, lse
@@ -105,7 +105,7 @@ def _alike(extras: Extras, *tensors: Tensor) -> tuple[Any, ...] | None:
     scale, key_padding_mask, document_ids, _, seed, softcap, slopes = extras
     if not (key_padding_mask is None and document_ids is None and seed is None and slopes is None):
         return None
-    return scale, softcap, precision_of(tensors[0].dtype), *map(binding.like, tensors)
+    return scale, softcap, precision_of(tensors[0].dtype), *map(launcher.like, tensors)
 
 
 def _note(key: tuple[Any, ...] | None, call: Call, tensors: tuple[Tensor, ...]) -> None:
@@ -116,7 +116,7 @@ def _note(key: tuple[Any, ...] | None, call: Call, tensors: tuple[Tensor, ...]) 
     if key not in layout.notes:
         layout.note(key, None)
     elif not (call.q.is_cuda and torch.cuda.is_current_stream_capturing()):  # lists that a capture makes are its own
-        layout.note(key, binding.Replay.of(call.launches, tensors, layout.tensors()))
+        layout.note(key, launcher.Replay.of(call.launches, tensors, layout.tensors()))
 
 
 class Call:
@@ -138,7 +138,7 @@ class Call:
     ) -> None:
         self.q, self.k, self.v, self.layout, self.scale = rows(q), rows(k), rows(v), layout, scale
         self.as_given = self.q is q and self.k is k and self.v is v  # no tensor had to be copied
-        self.launches: list[binding.Launched | None] = []
+        self.launches: list[launcher.Launched | None] = []
         self.batch, self.seq_q, self.heads, self.head_dim = q.shape
         self.heads_kv = k.shape[2]
         self.group = self.heads // self.heads_kv
@@ -236,7 +236,7 @@ class Call:
         return (dq, dk, dv), of_rows
 
     def _launch(self, *args: Any, **constants: Any) -> None:
-        self.launches.append(binding.launch(*args, **constants))
+        self.launches.append(launcher.launch(*args, **constants))
 
     def _few(self, own_rows: int, usual: int) -> bool:
         """Whether a tile has few rows because blocks are small."""
