@@ -55,7 +55,7 @@ def test_heads_alike_share_a_list():
 
 def test_moves_and_flattens():
     layout = layout_of_branches(Branches((33, 70), (1, 3)), 100, num_heads=3, block_size=16)
-    tensors, sizes = layout.flatten(ordered=True, by_key=True)
+    tensors, sizes = layout.flatten(work_order=True, by_key=True)
     (again,) = type(layout).unflatten_all(tensors, sizes)
     assert torch.equal(again.to_dense(), layout.to_dense())
     assert again.uneven == layout.uneven

@@ -402,7 +402,7 @@ class TestEager:
 
     def test_a_backend_that_walks_lists_has_them_at_hand(self, monkeypatch):
         """As `backends.base` promises: by key only where gradients will be asked for."""
-        monkeypatch.setattr(blockwise, "ordered", True, raising=False)
+        monkeypatch.setattr(blockwise, "needs_work_order", True, raising=False)
         q, k, v = qkv()
         made = []
         for training in (False, True):

@@ -33,7 +33,7 @@ from .base import Extras, Request, aligned_queries, compute_dtype
 from .dropout import keep_mask
 
 name = "blockwise"
-ordered = False
+needs_work_order = False
 
 # Tuned on 2 CPU cores; benchmarks/results/cpu.json has what they give.
 PIECE = 1024  # keys in one piece of a row

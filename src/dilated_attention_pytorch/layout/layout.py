@@ -539,19 +539,19 @@ class BlockLayout:
             self, batch=batch, heads=heads, heads_kv=heads_kv or heads, head_dim=head_dim, itemsize=itemsize
         )
 
-    def flatten(self, *, ordered: bool = False, by_key: bool = False) -> tuple[list[Tensor], list[int]]:
+    def flatten(self, *, work_order: bool = False, by_key: bool = False) -> tuple[list[Tensor], list[int]]:
         """Tensors and sizes, for operators that take nothing else; `unflatten` is the inverse.
 
         The first size is the number of tensors, so that several layouts can stand one behind the other.
 
         Args:
-            ordered: with the order of work, `query_work`;
+            work_order: with the order of work, `query_work`;
             by_key: and with `by_key` and `key_work` too.
         """
         sizes = [*self.lengths, *self.blocks, self.num_heads or 0, self.batch_size or 0]
         sizes += [self.classes, int(self.uneven)]
         tensors = [*self.by_query.tensors(), self.rules, self.documents, self.branches]
-        if ordered or by_key:
+        if work_order or by_key:
             tensors.append(self.query_work)
         if by_key:
             lists = self.by_key  # once: in a graph it is made each time

@@ -124,9 +124,9 @@ class ListSize:
     def columns(self) -> int:
         return self.num_lists * self.num_k_blocks
 
-    def by(self, rows: int, *, ordered: bool) -> int:
+    def by(self, rows: int, *, work_order: bool) -> int:
         """Bytes of the lists in one orientation, with the order of work if that is kept."""
-        return 4 * (2 * rows + 1 + self.blocks * (2 if self.named else 1) + (4 * rows if ordered else 0))
+        return 4 * (2 * rows + 1 + self.blocks * (2 if self.named else 1) + (4 * rows if work_order else 0))
 
     @property
     def rules(self) -> int:
@@ -310,17 +310,17 @@ def attention_items(
         device: "cpu" or "cuda".
         threads: those of PyTorch, on a CPU.
     """
-    ordered, both = backend == "triton", backend == "triton" and training
+    work_order, both = backend == "triton", backend == "triton" and training
     kept: tuple[str, ...] = ("forward", "backward") if training else ("forward",)
     always = ("layout", *kept)
     items = [
-        Item("lists by query", "lists", lists.by(lists.rows, ordered=ordered) + lists.rules, always),
+        Item("lists by query", "lists", lists.by(lists.rows, work_order=work_order) + lists.rules, always),
         Item("building the lists", "workspace", _building(lists, by_key=both), ("layout",)),
         Item("out", "tensors", shape.q, kept),
         Item("lse", "tensors", shape.lse, kept),
     ]
     if both:
-        items.append(Item("lists by key", "lists", lists.by(lists.columns, ordered=True), always))
+        items.append(Item("lists by key", "lists", lists.by(lists.columns, work_order=True), always))
     if training:
         items += [
             Item("dout", "gradients", shape.q, ("backward",)),
@@ -337,7 +337,7 @@ def attention_items(
 
 def _building(lists: ListSize, *, by_key: bool) -> int:
     """A chunk of candidates as 64-bit numbers, the pieces beside their concatenation, and the sort for `by_key`."""
-    first = 96 * lists.candidates + lists.by(lists.rows, ordered=False)
+    first = 96 * lists.candidates + lists.by(lists.rows, work_order=False)
     return max(first, 40 * lists.blocks) if by_key else first
 
 
