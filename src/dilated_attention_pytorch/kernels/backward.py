@@ -29,9 +29,9 @@ from .common import (
 from .forward import VARYING, weights_of
 
 
-@triton.jit(do_not_specialize=["heads", "seq_q", "padded_q", "classes"])
+@triton.jit(do_not_specialize=["heads", "seq_q", "padded_q", "num_residues"])
 def rows_kernel(
-    out, grad, dlse, lse, row_lse, delta, g_b, g_s, g_h, heads, seq_q, padded_q, classes,
+    out, grad, dlse, lse, row_lse, delta, g_b, g_s, g_h, heads, seq_q, padded_q, num_residues,
     D: tl.constexpr, PADDED_D: tl.constexpr, TILE: tl.constexpr, NATURAL: tl.constexpr, DLSE: tl.constexpr,
 ):  # fmt: skip
     """What the other kernels need of each row, for a tile of queries of one head: lse in their units, and delta.
@@ -43,7 +43,7 @@ def rows_kernel(
     which = tl.program_id(0) // num_tiles
     sample, head = (which // heads).to(tl.int64), which % heads
     place = tl.program_id(0) % num_tiles * TILE + tl.arange(0, TILE)
-    query = place % (padded_q // classes) * classes + place // (padded_q // classes)
+    query = place % (padded_q // num_residues) * num_residues + place // (padded_q // num_residues)
     real = query < seq_q
     outs = load_rows(out + (sample * seq_q * heads + head) * D, query, heads * D, real, D, PADDED_D)
     grads = load_rows(grad + sample * g_b + head.to(tl.int64) * g_h, query, g_s, real, D, PADDED_D)
@@ -63,7 +63,7 @@ def dq_kernel(
     q, k, v, grad, lse, delta, dq,
     indices, rule_ids, work, rules, documents, branches, padding, document_ids, seed, slopes,
     q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, g_b, g_s, g_h,
-    heads, group, seq_q, seq_k, num_blocks, lists_a_sample, heads_a_list, num_intervals, num_branches, classes,
+    heads, group, seq_q, seq_k, num_blocks, lists_a_sample, heads_a_list, num_intervals, num_branches, num_residues,
     scale, scale_out, cap, threshold, keep_scale,
     D: tl.constexpr, PADDED_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     TILE_Q: tl.constexpr, TILE_K: tl.constexpr, PACK: tl.constexpr, TMA: tl.constexpr, FLIP: tl.constexpr,
@@ -83,7 +83,7 @@ def dq_kernel(
 
     lane = tl.arange(0, PACK * TILE_Q)
     own = block * BLOCK_Q + place % TILES * TILE_Q + lane % TILE_Q
-    query = token_at(own, seq_q, classes, BLOCK_Q, DILATED)
+    query = token_at(own, seq_q, num_residues, BLOCK_Q, DILATED)
     query_head = head + lane // TILE_Q
     real = query < seq_q
     key_head = head // group
@@ -108,7 +108,7 @@ def dq_kernel(
         first = masked_from if MASKED else start
         for i in range(num_masked if MASKED else num_full):
             entry, begin, places = tile_at(indices, first, i, stop, BLOCK_K, TILE_K)
-            key = token_at(places, seq_k, classes, BLOCK_K, DILATED)
+            key = token_at(places, seq_k, num_residues, BLOCK_K, DILATED)
             keys = load_tile(k, k_base, sample, key_head, begin, key, k_s, seq_k, D, PADDED_D, TILE_K, TMA)
             values = load_tile(v, v_base, sample, key_head, begin, key, v_s, seq_k, D, PADDED_D, TILE_K, TMA)
             scores = tl.dot(queries, keys.T, input_precision=PRECISION)
@@ -148,7 +148,7 @@ def dkv_kernel(
     q, k, v, grad, lse, delta, dk, dv,
     offsets, splits, indices, rule_ids, work, rules, documents, branches, padding, document_ids, seed, slopes,
     q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, g_b, g_s, g_h,
-    heads, group, seq_q, seq_k, num_blocks, lists_a_sample, heads_a_list, num_intervals, num_branches, classes,
+    heads, group, seq_q, seq_k, num_blocks, lists_a_sample, heads_a_list, num_intervals, num_branches, num_residues,
     scale, scale_out, cap, threshold, keep_scale,
     D: tl.constexpr, PADDED_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     TILE_Q: tl.constexpr, TILE_K: tl.constexpr, PACK: tl.constexpr, TMA: tl.constexpr, FLIP: tl.constexpr,
@@ -170,7 +170,7 @@ def dkv_kernel(
     block, _, _, _ = load_work(work, first_list * num_blocks + place // TILES)
 
     own = block * BLOCK_K + place % TILES * TILE_K + tl.arange(0, TILE_K)
-    key = token_at(own, seq_k, classes, BLOCK_K, DILATED)
+    key = token_at(own, seq_k, num_residues, BLOCK_K, DILATED)
     real_key = key < seq_k
     sample_64, key_head_64 = sample.to(tl.int64), key_head.to(tl.int64)
     keys = load_rows(k + sample_64 * k_b + key_head_64 * k_h, key, k_s, real_key, D, PADDED_D)
@@ -183,7 +183,7 @@ def dkv_kernel(
         origin = tl.min(key, 0) - (seq_k - seq_q)
     if DROPOUT:
         of_key = drawn_key(seed, key, key)[:, None]
-    padded_q = padded(seq_q, classes, BLOCK_Q)
+    padded_q = padded(seq_q, num_residues, BLOCK_Q)
     dkeys = tl.zeros([TILE_K, PADDED_D], tl.float32)
     dvalues = tl.zeros([TILE_K, PADDED_D], tl.float32)
     GATHERED: tl.constexpr = TILE_Q > BLOCK_Q
@@ -202,7 +202,7 @@ def dkv_kernel(
             first = masked_from if MASKED else start
             for i in range(num_masked if MASKED else num_full):
                 entry, begin, places = tile_at(indices, first, i, stop, BLOCK_Q, TILE_Q)
-                query = token_at(places, seq_q, classes, BLOCK_Q, DILATED)
+                query = token_at(places, seq_q, num_residues, BLOCK_Q, DILATED)
                 queries = load_tile(q, q_base, sample, head, begin, query, q_s, seq_q, D, PADDED_D, TILE_Q, TMA)
                 grads = load_tile(grad, g_base, sample, head, begin, query, g_s, seq_q, D, PADDED_D, TILE_Q, TMA)
                 row_lse, row_delta = tl.load(lse + of_head + places), tl.load(delta + of_head + places)

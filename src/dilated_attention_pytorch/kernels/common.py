@@ -6,8 +6,9 @@ that tile, so the same functions serve both orders.
 A list of blocks is walked in tiles of `TILE` tokens. Tiles are parts of one block or gather several; the full blocks
 that fill whole tiles come first and need no mask, then the rest of the full ones together with the partial ones.
 
-In layouts of dilated attention (DILATED; see `layout.branches`) blocks take every `classes`-th token, a tile is never
-larger than a block, and `rule_ids` says how often the pairs of a block count; DILATED is 2 where some are uneven.
+In layouts of dilated attention (DILATED; see `layout.branches`) blocks take every `num_residues`-th token, a tile is
+never larger than a block, and `rule_ids` is the multiplicity of a block: how often its pairs count. DILATED is 2 where
+some blocks are mixed.
 """
 
 import triton
@@ -44,17 +45,17 @@ def count_tiles(start, split, stop, BLOCK: tl.constexpr, TILE: tl.constexpr):
 
 
 @triton.jit
-def padded(seq, classes, BLOCK: tl.constexpr):
+def padded(seq, num_residues, BLOCK: tl.constexpr):
     """Tokens of whole blocks."""
-    return classes * tl.cdiv(tl.cdiv(seq, classes), BLOCK) * BLOCK
+    return num_residues * tl.cdiv(tl.cdiv(seq, num_residues), BLOCK) * BLOCK
 
 
 @triton.jit
-def token_at(place, seq, classes, BLOCK: tl.constexpr, DILATED: tl.constexpr):
+def token_at(place, seq, num_residues, BLOCK: tl.constexpr, DILATED: tl.constexpr):
     """The token at a place in the order of blocks."""
     if DILATED:
-        rows = padded(seq, classes, BLOCK) // classes
-        token = place % rows * classes + place // rows
+        rows = padded(seq, num_residues, BLOCK) // num_residues
+        token = place % rows * num_residues + place // rows
     else:
         token = place
     return token
@@ -151,8 +152,8 @@ def pairs_allowed(
 
 
 @triton.jit
-def times_held(query, key, which, branches, num_branches, seq_q, seq_k):
-    """How many branches of list `which` hold each pair: `BlockLayout.times_held`."""
+def pair_multiplicity(query, key, which, branches, num_branches, seq_q, seq_k):
+    """How many branches of list `which` hold each pair: `BlockLayout.pair_multiplicity`."""
     position = query + (seq_k - seq_q)
     held = (query + key) * 0
     for t in range(num_branches):
@@ -171,7 +172,7 @@ def counted(
 ):  # fmt: skip
     """Scores of a block whose pairs count differently (`times` is 0), each raised by the log of how often."""
     if times == 0:
-        held = times_held(query, key, which, branches, num_branches, seq_q, seq_k).to(tl.float32)
+        held = pair_multiplicity(query, key, which, branches, num_branches, seq_q, seq_k).to(tl.float32)
         raised = tl.log(held) if NATURAL else tl.log2(held)  # −inf where the pair does not count
         scores = scores + raised / scale
     return scores

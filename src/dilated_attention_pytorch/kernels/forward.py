@@ -25,7 +25,7 @@ from .common import (
 # Lengths, counts and rates change from call to call: no new kernel for a new value of them.
 VARYING = (
     "lists_a_sample", "heads_a_list", "seq_q", "seq_k", "num_blocks", "num_intervals", "threshold", "heads", "group",
-    "num_branches", "classes",
+    "num_branches", "num_residues",
 )  # fmt: skip
 
 
@@ -40,7 +40,7 @@ def forward_kernel(
     q, k, v, out, lse,
     indices, rule_ids, work, rules, documents, branches, padding, document_ids, seed, slopes,
     q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h,
-    heads, group, seq_q, seq_k, num_blocks, lists_a_sample, heads_a_list, num_intervals, num_branches, classes,
+    heads, group, seq_q, seq_k, num_blocks, lists_a_sample, heads_a_list, num_intervals, num_branches, num_residues,
     scale, cap, threshold, keep_scale,
     D: tl.constexpr, PADDED_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     TILE_Q: tl.constexpr, TILE_K: tl.constexpr, PACK: tl.constexpr, TMA: tl.constexpr, FLIP: tl.constexpr,
@@ -63,7 +63,7 @@ def forward_kernel(
     block, start, split, stop = load_work(work, which_list * num_blocks + place // TILES)
 
     lane = tl.arange(0, PACK * TILE_Q)
-    query = token_at(block * BLOCK_Q + place % TILES * TILE_Q + lane % TILE_Q, seq_q, classes, BLOCK_Q, DILATED)
+    query = token_at(block * BLOCK_Q + place % TILES * TILE_Q + lane % TILE_Q, seq_q, num_residues, BLOCK_Q, DILATED)
     query_head = head + lane // TILE_Q
     real = query < seq_q
     key_head = head // group
@@ -89,7 +89,7 @@ def forward_kernel(
         first = masked_from if MASKED else start
         for i in range(num_masked if MASKED else num_full):
             entry, begin, places = tile_at(indices, first, i, stop, BLOCK_K, TILE_K)
-            key = token_at(places, seq_k, classes, BLOCK_K, DILATED)
+            key = token_at(places, seq_k, num_residues, BLOCK_K, DILATED)
             keys = load_tile(k, k_base, sample, key_head, begin, key, k_s, seq_k, D, PADDED_D, TILE_K, TMA)
             scores = tl.dot(queries, keys.T, input_precision=PRECISION)
             if FLIP:

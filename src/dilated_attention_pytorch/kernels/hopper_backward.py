@@ -29,10 +29,10 @@ from .hopper_forward import (
     TILE,
     VARYING_STEPS,
     as_block,
-    in_class,
     load_block,
     pairs_seen,
     reaching,
+    split_residue,
     tile_of,
     token_of,
     tokens_of,
@@ -60,7 +60,7 @@ def _fetch(
     own_ready, own_empty, ready, empty = barriers
     (
         offsets, splits, indices, work, batch, heads, group, num_blocks, lists_a_sample, heads_a_list,
-        schedule, classes, walked,
+        schedule, num_residues, walked,
     ) = lists  # fmt: skip
     own_step_a, own_step_b, step_a, step_b = steps
     tile_heads = heads // group if OF_KEYS else heads
@@ -75,7 +75,7 @@ def _fetch(
             work,
             tile_heads,
             num_blocks,
-            classes,
+            num_residues,
             lists_a_sample,
             heads_a_list,
             first_list_head,
@@ -99,7 +99,7 @@ def _fetch(
             for i in range((end - begin) * PER):
                 index = gl.load(indices + begin + i // PER)
                 first = index * BLOCK + i % PER * STREAM  # in the order of blocks
-                other_residue, row = in_class(index, walked, DILATED)
+                other_residue, row = split_residue(index, walked, DILATED)
                 row = row * BLOCK + i % PER * STREAM
                 place = step % RING
                 bar = ready.index(place)
@@ -151,7 +151,7 @@ def _compute_dkv(
     rule_ids, rules, documents, branches, padding, document_ids, seed, slopes = masks
     (
         offsets, splits, indices, work, batch, heads, group, num_blocks, lists_a_sample, heads_a_list,
-        schedule, classes, walked,
+        schedule, num_residues, walked,
     ) = lists  # fmt: skip
     seq_q, seq_k, num_intervals, num_branches, scale, scale_out, cap, threshold, keep_scale = numbers
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STREAM, 16])  # keys × queries
@@ -176,19 +176,19 @@ def _compute_dkv(
             work,
             heads_kv,
             num_blocks,
-            classes,
+            num_residues,
             lists_a_sample,
             heads_a_list,
             group,
             BLOCK_K,
             DILATED,
         )
-        key = gl.expand_dims(token_of(own + WHO * ROWS + key_lane, residue, classes, DILATED), 1)
+        key = gl.expand_dims(token_of(own + WHO * ROWS + key_lane, residue, num_residues, DILATED), 1)
         first, reach = key, key
         if BOUNDED:
             first, last = query_bounds(key, rules, seq_q, seq_k)
             first, reach = reaching(first, last)
-        origin, of_key = token_of(own, residue, classes, DILATED) - (seq_k - seq_q), key
+        origin, of_key = token_of(own, residue, num_residues, DILATED) - (seq_k - seq_q), key
         if DROPOUT:
             of_key = drawn_key(seed, key, own)
         dkeys = gl.zeros([ROWS, D], gl.float32, GRADS)
@@ -227,7 +227,7 @@ def _compute_dkv(
                     if FLIP:
                         scores = -scores
                     if SHAPED or DROPOUT:
-                        query = tokens_of(other, i, query_lane, walked, classes, BLOCK_Q, STREAM, DILATED)
+                        query = tokens_of(other, i, query_lane, walked, num_residues, BLOCK_Q, STREAM, DILATED)
                     if SHAPED:
                         scores, steepness = shaped(
                             scores * scale, ahead_of(query, key, origin, seq_q, seq_k), slope, cap,
@@ -237,14 +237,14 @@ def _compute_dkv(
                     if DILATED:
                         row_lse = row_lse - log_times(times, False)
                         if MASKED and DILATED == 2:
-                            query = tokens_of(other, i, query_lane, walked, classes, BLOCK_Q, STREAM, DILATED)
+                            query = tokens_of(other, i, query_lane, walked, num_residues, BLOCK_Q, STREAM, DILATED)
                             scores = counted(
                                 scores, times, query, key, which, branches, num_branches, seq_q, seq_k, unit, False
                             )
                     weights = gl.exp2(scores * unit - gl.expand_dims(row_lse, 0))
                     if MASKED or HIDES:  # noqa: SIM102
                         if begin < end:  # always so: see `hopper_forward`
-                            query = tokens_of(other, i, query_lane, walked, classes, BLOCK_Q, STREAM, DILATED)
+                            query = tokens_of(other, i, query_lane, walked, num_residues, BLOCK_Q, STREAM, DILATED)
                             seen = pairs_seen(
                                 query, query, key, first, reach, begin + i // PER, turns_partial, end, sample,
                                 rule_ids, rules, documents, padding, document_ids, num_intervals, seq_q, seq_k,
@@ -276,7 +276,7 @@ def _compute_dkv(
         mbarrier.arrive(own_empty, count=1)
         lane = gl.arange(0, ROWS, gl.SliceLayout(1, GRADS))
         column = gl.arange(0, D, gl.SliceLayout(0, GRADS))
-        token = token_of(own + WHO * ROWS + lane, residue, classes, DILATED)
+        token = token_of(own + WHO * ROWS + lane, residue, num_residues, DILATED)
         if DROPOUT:  # what all kept weights are multiplied by
             dkeys, dvalues = dkeys * keep_scale, dvalues * keep_scale
         _store(dk, dkeys * scale_out, sample, token, key_head, seq_k, heads_kv, column, D)
@@ -296,7 +296,7 @@ def _compute_dq(
     rule_ids, rules, documents, branches, padding, document_ids, seed, slopes = masks
     (
         offsets, splits, indices, work, batch, heads, group, num_blocks, lists_a_sample, heads_a_list,
-        schedule, classes, walked,
+        schedule, num_residues, walked,
     ) = lists  # fmt: skip
     seq_q, seq_k, num_intervals, num_branches, scale, scale_out, cap, threshold, keep_scale = numbers
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STREAM, 16])  # queries × keys
@@ -319,7 +319,7 @@ def _compute_dq(
             work,
             heads,
             num_blocks,
-            classes,
+            num_residues,
             lists_a_sample,
             heads_a_list,
             1,
@@ -327,17 +327,17 @@ def _compute_dq(
             DILATED,
         )
         row = own + WHO * ROWS + query_lane
-        query = gl.expand_dims(token_of(row, residue, classes, DILATED), 1)
+        query = gl.expand_dims(token_of(row, residue, num_residues, DILATED), 1)
         which = list_of(sample, head, lists_a_sample, heads_a_list)
         of_head = (sample.to(gl.int64) * heads + head) * (num_blocks * BLOCK_Q)
-        of_row = of_head + residue * (num_blocks // classes * BLOCK_Q) + row
+        of_row = of_head + residue * (num_blocks // num_residues * BLOCK_Q) + row
         row_lse, row_delta = gl.load(lse + of_row), gl.load(delta + of_row)
         first, reach = query, query
         if BOUNDED:
             first, last = key_bounds(query, 0, 0, rules, documents, num_intervals, seq_q, seq_k, DOCUMENTS)
             first, reach = reaching(first, last)
         unit, slope, of_query = scale, 0.0, query
-        origin = token_of(own, residue, classes, DILATED)
+        origin = token_of(own, residue, num_residues, DILATED)
         if SHAPED:
             unit = 1.0
         if ALIBI:
@@ -368,7 +368,7 @@ def _compute_dq(
                 if FLIP:
                     scores = -scores
                 if SHAPED or DROPOUT:
-                    key = tokens_of(other, i, key_lane, walked, classes, BLOCK_K, STREAM, DILATED)
+                    key = tokens_of(other, i, key_lane, walked, num_residues, BLOCK_K, STREAM, DILATED)
                 if SHAPED:
                     scores, steepness = shaped(
                         scores * scale, ahead_of(query, key, origin, seq_q, seq_k), slope, cap, SOFTCAP, ALIBI, False
@@ -377,14 +377,14 @@ def _compute_dq(
                 if DILATED:
                     lowered = row_lse - log_times(times, False)
                     if MASKED and DILATED == 2:
-                        key = tokens_of(other, i, key_lane, walked, classes, BLOCK_K, STREAM, DILATED)
+                        key = tokens_of(other, i, key_lane, walked, num_residues, BLOCK_K, STREAM, DILATED)
                         scores = counted(
                             scores, times, query, key, which, branches, num_branches, seq_q, seq_k, unit, False
                         )
                 weights = gl.exp2(scores * unit - gl.expand_dims(lowered, 1))
                 if MASKED or HIDES:  # noqa: SIM102
                     if start < stop:
-                        key = tokens_of(other, i, key_lane, walked, classes, BLOCK_K, STREAM, DILATED)
+                        key = tokens_of(other, i, key_lane, walked, num_residues, BLOCK_K, STREAM, DILATED)
                         seen = pairs_seen(
                             key, query, key, first, reach, start + i // PER, split, stop, sample,
                             rule_ids, rules, documents, padding, document_ids, num_intervals, seq_q, seq_k,
@@ -405,7 +405,7 @@ def _compute_dq(
         mbarrier.arrive(own_empty, count=1)
         lane = gl.arange(0, ROWS, gl.SliceLayout(1, GRADS))
         column = gl.arange(0, D, gl.SliceLayout(0, GRADS))
-        token = token_of(own + WHO * ROWS + lane, residue, classes, DILATED)
+        token = token_of(own + WHO * ROWS + lane, residue, num_residues, DILATED)
         if DROPOUT:
             dqueries = dqueries * keep_scale
         _store(dq, dqueries * scale_out, sample, token, head, seq_q, heads, column, D)
@@ -415,8 +415,8 @@ def _compute_dq(
 def backward_kernel(
     q, k, v, grad, of_rows, lse, delta, dq, dk, dv,
     offsets, splits, indices, rule_ids, work, rules, documents, branches, padding, document_ids, seed, slopes,
-    batch, heads, group, seq_q, seq_k, num_blocks, lists_a_sample, heads_a_list, num_intervals, num_branches, classes,
-    total_tiles, tiles_per_head, first_tile, tile_order, walked, q_step, k_step, v_step, g_step,
+    batch, heads, group, seq_q, seq_k, num_blocks, lists_a_sample, heads_a_list, num_intervals, num_branches,
+    num_residues, total_tiles, tiles_per_head, first_tile, tile_order, walked, q_step, k_step, v_step, g_step,
     scale, scale_out, cap, threshold, keep_scale,
     D: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, STREAM: gl.constexpr, RING: gl.constexpr,
     FLIP: gl.constexpr, NAMED: gl.constexpr, SINGLE: gl.constexpr, DOCUMENTS: gl.constexpr, PADDING: gl.constexpr,
@@ -449,7 +449,7 @@ def backward_kernel(
     masks = (rule_ids, rules, documents, branches, padding, document_ids, seed, slopes)
     lists = (
         offsets, splits, indices, work, batch, heads, group, num_blocks, lists_a_sample, heads_a_list,
-        (total_tiles, tiles_per_head, first_tile, tile_order), classes, walked,
+        (total_tiles, tiles_per_head, first_tile, tile_order), num_residues, walked,
     )  # fmt: skip
     numbers = (seq_q, seq_k, num_intervals, num_branches, scale, scale_out, cap, threshold, keep_scale)
     if OF_KEYS:

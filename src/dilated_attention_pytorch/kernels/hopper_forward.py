@@ -57,15 +57,15 @@ ROWS = gl.constexpr(64)  # of a warpgroup
 TILE = gl.constexpr(2 * ROWS.value)
 
 
-def describe(x: Tensor, rows: int, classes: int) -> TensorDescriptor:
-    """For the copy engine: `rows` tokens of one head of x [batch, seq, heads, D], every `classes`-th.
+def describe(x: Tensor, rows: int, num_residues: int) -> TensorDescriptor:
+    """For the copy engine: `rows` tokens of one head of x [batch, seq, heads, D], every `num_residues`-th.
 
-    Those ≡ c modulo `classes` lie in the columns from `c · x.stride(1)` on.
+    Those ≡ r modulo `num_residues` lie in the columns from `r · x.stride(1)` on.
     """
     batch, seq, heads, head_dim = x.shape
     of_sample, step = x.stride()[:2]
-    shape, strides = (batch, seq // classes, (classes - 1) * step + heads * head_dim), (of_sample, step * classes, 1)
-    return _described(x, shape, strides, (1, rows, head_dim))
+    shape = batch, seq // num_residues, (num_residues - 1) * step + heads * head_dim
+    return _described(x, shape, (of_sample, step * num_residues, 1), (1, rows, head_dim))
 
 
 def describe_rows(of_rows: Tensor, num: int) -> TensorDescriptor:
@@ -103,20 +103,20 @@ def as_block(buffer, descriptor):
 
 
 @gluon.jit
-def in_class(block, blocks_a_class, DILATED: gl.constexpr):
-    """Which class of tokens a block takes, and which block of that class it is."""
+def split_residue(block, blocks_per_residue, DILATED: gl.constexpr):
+    """The residue class whose tokens a block takes, and the number of the block in that class."""
     if DILATED:
-        residue = block // blocks_a_class
-        block = block - residue * blocks_a_class
+        residue = block // blocks_per_residue
+        block = block - residue * blocks_per_residue
     else:
         residue = 0
     return residue, block
 
 
 @gluon.jit
-def token_of(row, residue, classes, DILATED: gl.constexpr):
+def token_of(row, residue, num_residues, DILATED: gl.constexpr):
     if DILATED:
-        token = row * classes + residue
+        token = row * num_residues + residue
     else:
         token = row
     return token
@@ -124,17 +124,17 @@ def token_of(row, residue, classes, DILATED: gl.constexpr):
 
 @gluon.jit
 def tile_of(
-    turn, schedule, work, heads, num_blocks, classes, lists_a_sample, heads_a_list, list_heads,
+    turn, schedule, work, heads, num_blocks, num_residues, lists_a_sample, heads_a_list, list_heads,
     BLOCK: gl.constexpr, DILATED: gl.constexpr,
 ):  # fmt: skip
-    """Sample, head, class and first row in it, block and list of the tile of a turn; the list is that of query head
-    `head · list_heads`."""
+    """Sample, head, residue class and first row in it, block and list of the tile of a turn; the list is that of query
+    head `head · list_heads`."""
     TILES: gl.constexpr = BLOCK // TILE
     place, which = scheduled_tile(turn, schedule)
     sample, head = which // heads, which % heads
     rows_before = list_of(sample, head * list_heads, lists_a_sample, heads_a_list) * num_blocks
     block, start, split, stop = load_work(work, rows_before + place // TILES)
-    residue, row = in_class(block, num_blocks // classes, DILATED)
+    residue, row = split_residue(block, num_blocks // num_residues, DILATED)
     return sample, head, residue, row * BLOCK + place % TILES * TILE, block, start, split, stop
 
 
@@ -145,18 +145,18 @@ def _fetch(
 ):  # fmt: skip
     q_buffers, k_buffers, v_buffers = buffers
     q_ready, q_empty, k_ready, k_empty, v_ready, v_empty = barriers
-    indices, work, heads, group, num_blocks, lists_a_sample, heads_a_list, schedule, classes, walked, steps = lists
+    indices, work, heads, group, num_blocks, lists_a_sample, heads_a_list, schedule, num_residues, walked, steps = lists
     q_step, k_step, v_step = steps
     PER: gl.constexpr = BLOCK_K // TILE_K
     step, turns = 0, num_turns(schedule)
     sample, head, residue, query, _, start, _, stop = tile_of(
-        0, schedule, work, heads, num_blocks, classes, lists_a_sample, heads_a_list, 1, BLOCK_Q, DILATED
+        0, schedule, work, heads, num_blocks, num_residues, lists_a_sample, heads_a_list, 1, BLOCK_Q, DILATED
     )
     block = gl.load(indices + start, mask=start < stop, other=0)
     for turn in range(turns):
         # Reading lists takes as long as a block of work: the next tile and the next block are asked for in time.
         next_sample, next_head, next_residue, next_query, _, next_start, _, next_stop = tile_of(
-            turn + 1, schedule, work, heads, num_blocks, classes, lists_a_sample, heads_a_list, 1, BLOCK_Q, DILATED
+            turn + 1, schedule, work, heads, num_blocks, num_residues, lists_a_sample, heads_a_list, 1, BLOCK_Q, DILATED
         )
         place = turn % Q_RING
         mbarrier.wait(q_empty.index(place), (turn // Q_RING & 1) ^ 1)
@@ -171,7 +171,7 @@ def _fetch(
             ends = i + 1 == num
             entry = gl.where(ends, next_start, start + (i + 1) // PER)
             next_block = gl.load(indices + entry, mask=entry < gl.where(ends, next_stop, stop), other=0)
-            key_residue, row = in_class(block, walked, DILATED)
+            key_residue, row = split_residue(block, walked, DILATED)
             row = row * BLOCK_K + i % PER * TILE_K
             place, phase = step % KV_RING, step // KV_RING & 1
             mbarrier.wait(k_empty.index(place), phase ^ 1)
@@ -217,7 +217,7 @@ def _compute(
     q_buffers, k_buffers, v_buffers = buffers
     q_ready, q_empty, k_ready, k_empty, v_ready, v_empty = barriers
     rule_ids, rules, documents, branches, padding, document_ids, seed, slopes = masks
-    indices, work, heads, group, num_blocks, lists_a_sample, heads_a_list, schedule, classes, walked, _ = lists
+    indices, work, heads, group, num_blocks, lists_a_sample, heads_a_list, schedule, num_residues, walked, _ = lists
     seq_q, seq_k, num_intervals, num_branches, scale, cap, threshold, keep_scale = numbers
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_K, 16])
     MIXED: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
@@ -238,7 +238,7 @@ def _compute(
     if WHO == 1:
         hand_over(WHO)
     sample, head, residue, query_from, _, start, split, stop = tile_of(
-        0, schedule, work, heads, num_blocks, classes, lists_a_sample, heads_a_list, 1, BLOCK_Q, DILATED
+        0, schedule, work, heads, num_blocks, num_residues, lists_a_sample, heads_a_list, 1, BLOCK_Q, DILATED
     )
     mbarrier.wait(q_ready.index(0), 0)
     mbarrier.wait(k_ready.index(0), 0)
@@ -248,10 +248,10 @@ def _compute(
     for turn in range(turns):
         # What the next tile is: asked for now, read when this one is done.
         next_sample, next_head, next_residue, next_query, _, next_start, next_split, next_stop = tile_of(
-            turn + 1, schedule, work, heads, num_blocks, classes, lists_a_sample, heads_a_list, 1, BLOCK_Q, DILATED
+            turn + 1, schedule, work, heads, num_blocks, num_residues, lists_a_sample, heads_a_list, 1, BLOCK_Q, DILATED
         )
         q = q_buffers.index(turn % Q_RING * 2 + WHO)
-        row = token_of(query_from + WHO * ROWS + lane, residue, classes, DILATED)
+        row = token_of(query_from + WHO * ROWS + lane, residue, num_residues, DILATED)
         query = gl.expand_dims(row, 1)
         which = list_of(sample, head, lists_a_sample, heads_a_list)
         first, reach = query, query
@@ -261,7 +261,7 @@ def _compute(
         unit, slope, of_query = scale, 0.0, query
         if SHAPED:  # scores are brought to their units before they are shaped
             unit = 1.0
-        origin = token_of(query_from, residue, classes, DILATED)
+        origin = token_of(query_from, residue, num_residues, DILATED)
         if ALIBI:
             slope = gl.load(slopes + head)
         if DROPOUT:
@@ -279,13 +279,13 @@ def _compute(
         if FLIP:
             scores = -scores
         if SHAPED or DROPOUT:
-            key = tokens_of(block, 0, key_lane, walked, classes, BLOCK_K, TILE_K, DILATED)
+            key = tokens_of(block, 0, key_lane, walked, num_residues, BLOCK_K, TILE_K, DILATED)
         if SHAPED:
             scores = shaped(
                 scores * scale, ahead_of(query, key, origin, seq_q, seq_k), slope, cap, SOFTCAP, ALIBI, False
             )[0]
         if HIDES or num_full == 0:
-            key = tokens_of(block, 0, key_lane, walked, classes, BLOCK_K, TILE_K, DILATED)
+            key = tokens_of(block, 0, key_lane, walked, num_residues, BLOCK_K, TILE_K, DILATED)
             scores = _hide(
                 scores, query, first, reach, key, start, split, stop, sample, which, times, unit,
                 rule_ids, rules, documents, branches, padding, document_ids, num_intervals, num_branches, seq_q, seq_k,
@@ -330,7 +330,7 @@ def _compute(
                 if FLIP:
                     scores = -scores
                 if SHAPED or DROPOUT:
-                    key = tokens_of(block, i, key_lane, walked, classes, BLOCK_K, TILE_K, DILATED)
+                    key = tokens_of(block, i, key_lane, walked, num_residues, BLOCK_K, TILE_K, DILATED)
                 if SHAPED:
                     scores = shaped(
                         scores * scale, ahead_of(query, key, origin, seq_q, seq_k), slope, cap, SOFTCAP, ALIBI, False
@@ -338,7 +338,7 @@ def _compute(
                 if MASKED or HIDES:  # noqa: SIM102
                     # Always so; but what is behind a branch is not computed early, to be kept until it is needed.
                     if start < stop:
-                        key = tokens_of(block, i, key_lane, walked, classes, BLOCK_K, TILE_K, DILATED)
+                        key = tokens_of(block, i, key_lane, walked, num_residues, BLOCK_K, TILE_K, DILATED)
                         scores = _hide(
                             scores, query, first, reach, key, start + i // PER, split, stop, sample, which, times,
                             unit, rule_ids, rules, documents, branches, padding, document_ids,
@@ -443,11 +443,11 @@ def row_max(x):
 
 
 @gluon.jit
-def tokens_of(block, i, lane, walked, classes, BLOCK: gl.constexpr, TILE: gl.constexpr, DILATED: gl.constexpr):
+def tokens_of(block, i, lane, walked, num_residues, BLOCK: gl.constexpr, TILE: gl.constexpr, DILATED: gl.constexpr):
     """The tokens of tile `i` of a list, a part of this block, as a row."""
-    residue, row = in_class(block, walked, DILATED)
+    residue, row = split_residue(block, walked, DILATED)
     first = row * BLOCK + i % (BLOCK // TILE) * TILE
-    return gl.expand_dims(token_of(first + lane, residue, classes, DILATED), 0)
+    return gl.expand_dims(token_of(first + lane, residue, num_residues, DILATED), 0)
 
 
 @gluon.jit
@@ -480,7 +480,7 @@ VARYING_STEPS = (
 def forward_kernel(
     q, k, v, out, lse,
     indices, rule_ids, work, rules, documents, branches, padding, document_ids, seed, slopes,
-    heads, group, seq_q, seq_k, num_blocks, lists_a_sample, heads_a_list, num_intervals, num_branches, classes,
+    heads, group, seq_q, seq_k, num_blocks, lists_a_sample, heads_a_list, num_intervals, num_branches, num_residues,
     total_tiles, tiles_per_head, first_tile, tile_order, walked, q_step, k_step, v_step,
     scale, cap, threshold, keep_scale,
     D: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, TILE_K: gl.constexpr,
@@ -490,7 +490,7 @@ def forward_kernel(
     DROPOUT: gl.constexpr,
 ):  # fmt: skip
     """`q`, `k`, `v` and `out` are what `describe` makes; `total_tiles` to `tile_order` are a `TileSchedule`, `walked`
-    is the number of key blocks of a class, and steps lead from one class to the next."""
+    is the number of key blocks of a residue class, and steps lead from one class to the next."""
     ROW_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], q.dtype)
     KEY_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE_K, D], q.dtype)
     q_buffers = gl.allocate_shared_memory(q.dtype, [2 * Q_RING, ROWS, D], ROW_LAYOUT)
@@ -516,7 +516,7 @@ def forward_kernel(
     steps = (q_step, k_step, v_step)
     lists = (
         indices, work, heads, group, num_blocks, lists_a_sample, heads_a_list,
-        (total_tiles, tiles_per_head, first_tile, tile_order), classes, walked, steps,
+        (total_tiles, tiles_per_head, first_tile, tile_order), num_residues, walked, steps,
     )  # fmt: skip
     numbers = (seq_q, seq_k, num_intervals, num_branches, scale, cap, threshold, keep_scale)
     gl.warp_specialize([

@@ -161,7 +161,7 @@ class Call:
             self.heads // lists,
             layout.rules.shape[1],
             layout.branches.shape[1],
-            layout.classes,
+            layout.num_residues,
         )
         natural = q.dtype == torch.float32  # else scores are in units of log2
         per_unit = 1.0 if natural else math.log2(math.e)
@@ -182,7 +182,7 @@ class Call:
             "PADDING": key_padding_mask is not None,
             "DOCUMENT_IDS": 0 if document_ids is None else 1 + (document_ids.shape[1] > layout.seq_k),
             "DROPOUT": seed is not None,
-            "DILATED": int(layout.dilated) + int(layout.uneven),
+            "DILATED": int(layout.dilated) + int(layout.has_mixed_blocks),
             "SOFTCAP": cap_kind(softcap),
             "ALIBI": slopes is not None,
             "NATURAL": natural,
@@ -221,7 +221,7 @@ class Call:
         self._launch(
             rows_kernel, (padded_q // tile * self.batch * self.heads,),
             (out, do, lse if dlse is None else dlse, lse, *of_rows[1:]),
-            (*do.stride()[:3], self.heads, self.seq_q, padded_q, layout.classes),
+            (*do.stride()[:3], self.heads, self.seq_q, padded_q, layout.num_residues),
             D=self.head_dim, PADDED_D=self.padded, TILE=tile, NATURAL=self.flags["NATURAL"],
             DLSE=dlse is not None,
         )  # fmt: skip
@@ -276,8 +276,9 @@ class Call:
     def _on_hopper(self, own_block: int, block: int, *tensors: Tensor) -> bool:
         """Whether the warp-specialised kernels can take the call."""
         fits = self.head_dim in HOPPER_FORWARD and own_block % 128 == 0 and block % 64 == 0
-        # The copy engine reaches a class of tokens where all classes are equally long.
-        fits = fits and not (self.layout.seq_q % self.layout.classes or self.layout.seq_k % self.layout.classes)
+        # The copy engine reaches the tokens of a residue class where all classes are equally long.
+        num_residues = self.layout.num_residues
+        fits = fits and self.layout.seq_q % num_residues == 0 and self.layout.seq_k % num_residues == 0
         return self.hopper and fits and all(map(_can_be_described, tensors))
 
     def _hopper_forward(self, out: Tensor, lse: Tensor) -> None:
@@ -290,8 +291,8 @@ class Call:
                 hopper_forward.forward_kernel, (programs,),
                 (*described, lse, *self._by_query(), *self.masks, self.slopes),
                 (*self.sizes, layout.num_q_blocks, *self.list_sizes, *schedule,
-                 layout.num_k_blocks // layout.classes, *(x.stride(1) for x in (self.q, self.k, self.v)), self.units,
-                 self.cap, *self.dropout),
+                 layout.num_k_blocks // layout.num_residues, *(x.stride(1) for x in (self.q, self.k, self.v)),
+                 self.units, self.cap, *self.dropout),
                 **self._hopper_flags(), TILE_K=tile_k, Q_RING=q_ring, KV_RING=kv_ring,
                 num_warps=4, maxnreg=168,
             )  # fmt: skip
@@ -318,7 +319,7 @@ class Call:
             self._launch(
                 hopper_backward.backward_kernel, (programs,),
                 (*described, *of_rows[1:], dq, dk, dv, *lists.tensors(), work, *self.masks, self.slopes),
-                (self.batch, *self.sizes, num_blocks, *self.list_sizes, *schedule, walked // layout.classes,
+                (self.batch, *self.sizes, num_blocks, *self.list_sizes, *schedule, walked // layout.num_residues,
                  *(x.stride(1) for x in inputs), self.units, self.scale, self.cap, *self.dropout),
                 **self._hopper_flags(), STREAM=stream, RING=ring, OWN_LISTS=self.own_lists, OF_KEYS=of_keys,
                 num_warps=4, maxnreg=168,
@@ -326,12 +327,12 @@ class Call:
 
     def _schedules(self, rows: int, tiles: int, heads: int) -> tuple[tuple[int, TileSchedule], ...]:
         """Of rows of so many tiles each."""
-        near = neighbourhood(self.layout.classes)
+        near = neighbourhood(self.layout.num_residues)
         return tile_schedules(rows * tiles, near * tiles, heads * self.batch, num_processors(self.q.device))
 
     def _described(self, tensors: Sequence[Tensor], rows: Sequence[int]) -> list[Any]:
         """For the Hopper kernels' copies of so many rows."""
-        return [hopper_forward.describe(x, num, self.layout.classes) for x, num in zip(tensors, rows, strict=True)]
+        return [hopper_forward.describe(x, num, self.layout.num_residues) for x, num in zip(tensors, rows, strict=True)]
 
     def _hopper_flags(self) -> dict[str, Any]:
         unknown = ("PADDED_D", "PRECISION", "NATURAL")
@@ -351,7 +352,7 @@ class Call:
 
     def _walked(self, tile: int, block: int, *tensors: Tensor) -> tuple[bool, list[Any]]:
         """Tensors that a program walks in tiles: descriptors for the copy engine where all of them allow it."""
-        tma = self.tma and tile <= block and self.head_dim == self.padded and self.layout.classes == 1
+        tma = self.tma and tile <= block and self.head_dim == self.padded and self.layout.num_residues == 1
         tma = tma and all(map(_can_be_described, tensors))
         if not tma:
             return False, list(tensors)

@@ -122,7 +122,7 @@ class DilatedAttention(Ringed, Pooled, nn.Module):
         q, k, _, autocast_off = leave_autocast(q, k, v)
         options: dict[str, Any] = {"num_heads": q.shape[2], "is_causal": is_causal, "device": q.device}
         layout = layout_of_branches(
-            self.branches, q.shape[1], k.shape[1], **options, block_size=DEFAULT_BLOCK_SIZE, classes=1
+            self.branches, q.shape[1], k.shape[1], **options, block_size=DEFAULT_BLOCK_SIZE, num_residues=1
         )
         extras = Extras(check_scale(self.scale, q.shape[3]), key_padding_mask, None, 0.0)
         with autocast_off:
