@@ -10,6 +10,7 @@ import triton.language as tl
 from .common import (
     LOG2E,
     ahead_of,
+    apply_multiplicity,
     count_tiles,
     drawn_key,
     drawn_query,
@@ -24,7 +25,6 @@ from .common import (
     store_rows,
     tile_at,
     token_at,
-    weighed,
 )
 from .forward import VARYING, weights_of
 
@@ -120,11 +120,11 @@ def dq_kernel(
                     scores * scale, ahead_of(query[:, None], key[None, :], origin, seq_q, seq_k), slope, cap, SOFTCAP,
                     ALIBI, NATURAL,
                 )  # fmt: skip
-            scores, raised = weighed(
+            scores, log_m = apply_multiplicity(
                 scores, entry, query[:, None], key[None, :], which_list, rule_ids, branches, num_branches, seq_q, seq_k,
                 unit, MASKED, DILATED, NATURAL,
             )  # fmt: skip
-            weights = weights_of(scores * unit - (row_lse - raised)[:, None], NATURAL)
+            weights = weights_of(scores * unit - (row_lse - log_m)[:, None], NATURAL)
             if MASKED or PADDING or DOCUMENT_IDS:
                 seen = pairs_allowed(
                     query[:, None], key[None, :], entry[None, :] if GATHERED else entry, split, stop, sample,
@@ -215,11 +215,11 @@ def dkv_kernel(
                         scores * scale, ahead_of(query[None, :], key[:, None], origin, seq_q, seq_k), slope, cap,
                         SOFTCAP, ALIBI, NATURAL,
                     )  # fmt: skip
-                scores, raised = weighed(
+                scores, log_m = apply_multiplicity(
                     scores, entry, query[None, :], key[:, None], which_list, rule_ids, branches, num_branches,
                     seq_q, seq_k, unit, MASKED, DILATED, NATURAL,
                 )  # fmt: skip
-                weights = weights_of(scores * unit - (row_lse - raised)[None, :], NATURAL)
+                weights = weights_of(scores * unit - (row_lse - log_m)[None, :], NATURAL)
                 if MASKED or PADDING or DOCUMENT_IDS:
                     seen = pairs_allowed(
                         query[None, :], key[:, None], entry[None, :] if GATHERED else entry, split, stop, sample,

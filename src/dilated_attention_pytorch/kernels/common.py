@@ -153,51 +153,53 @@ def pairs_allowed(
 
 @triton.jit
 def pair_multiplicity(query, key, which, branches, num_branches, seq_q, seq_k):
-    """How many branches of list `which` hold each pair: `BlockLayout.pair_multiplicity`."""
+    """How many branches of a list hold each pair: `BlockLayout.pair_multiplicity`."""
     position = query + (seq_k - seq_q)
-    held = (query + key) * 0
+    multiplicity = (query + key) * 0
     for t in range(num_branches):
         at = branches + (which * num_branches + t) * 5
         segment, dilation, offset = tl.load(at), tl.load(at + 1), tl.load(at + 2)
         query_at, key_at = position + tl.load(at + 3), key + tl.load(at + 4)
         of_query = tl.where((query_at >= 0) & (query_at % segment % dilation == offset), query_at // segment, -1)
         of_key = tl.where(key_at % segment % dilation == offset, key_at // segment, -2)
-        held += (of_query == of_key).to(tl.int32)
-    return held
+        multiplicity += (of_query == of_key).to(tl.int32)
+    return multiplicity
 
 
 @triton.jit
-def counted(
-    scores, times, query, key, which, branches, num_branches, seq_q, seq_k, scale, NATURAL: tl.constexpr
+def add_pair_multiplicity(
+    scores, multiplicity, query, key, which, branches, num_branches, seq_q, seq_k, scale, NATURAL: tl.constexpr
 ):  # fmt: skip
-    """Scores of a block whose pairs count differently (`times` is 0), each raised by the log of how often."""
-    if times == 0:
-        held = pair_multiplicity(query, key, which, branches, num_branches, seq_q, seq_k).to(tl.float32)
-        raised = tl.log(held) if NATURAL else tl.log2(held)  # −inf where the pair does not count
-        scores = scores + raised / scale
+    """The scores of a mixed block (whose multiplicity is 0), each raised by the log of its pair's multiplicity."""
+    if multiplicity == 0:
+        of_pair = pair_multiplicity(query, key, which, branches, num_branches, seq_q, seq_k).to(tl.float32)
+        log_m = tl.log(of_pair) if NATURAL else tl.log2(of_pair)  # −inf where the pair does not count
+        scores = scores + log_m / scale
     return scores
 
 
 @triton.jit
-def log_times(times, NATURAL: tl.constexpr):
-    """The log of how often the pairs of a block count, 0 where they differ."""
-    at_least_once = tl.maximum(times, 1).to(tl.float32)
+def log_multiplicity(multiplicity, NATURAL: tl.constexpr):
+    """The log of a block's multiplicity, 0 for a mixed one."""
+    at_least_once = tl.maximum(multiplicity, 1).to(tl.float32)
     return tl.log(at_least_once) if NATURAL else tl.log2(at_least_once)
 
 
 @triton.jit
-def weighed(
+def apply_multiplicity(
     scores, entry, query, key, which, rule_ids, branches, num_branches, seq_q, seq_k, scale,
     MASKED: tl.constexpr, DILATED: tl.constexpr, NATURAL: tl.constexpr,
 ):  # fmt: skip
-    """The scores of a tile, raised where its pairs count differently, and the log of how often all of them count."""
-    raised = 0.0
+    """The scores of a tile, raised where its block is mixed, and the log of the block's multiplicity."""
+    log_m = 0.0
     if DILATED:
-        times = tl.load(rule_ids + entry)
-        raised = log_times(times, NATURAL)
+        multiplicity = tl.load(rule_ids + entry)
+        log_m = log_multiplicity(multiplicity, NATURAL)
         if MASKED and DILATED == 2:
-            scores = counted(scores, times, query, key, which, branches, num_branches, seq_q, seq_k, scale, NATURAL)
-    return scores, raised
+            scores = add_pair_multiplicity(
+                scores, multiplicity, query, key, which, branches, num_branches, seq_q, seq_k, scale, NATURAL
+            )
+    return scores, log_m
 
 
 @triton.jit

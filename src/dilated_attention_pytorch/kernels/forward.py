@@ -6,6 +6,7 @@ import triton.language as tl
 from .common import (
     LOG2E,
     ahead_of,
+    apply_multiplicity,
     count_tiles,
     drawn_key,
     drawn_query,
@@ -19,7 +20,6 @@ from .common import (
     store_rows,
     tile_at,
     token_at,
-    weighed,
 )
 
 # Lengths, counts and rates change from call to call: no new kernel for a new value of them.
@@ -106,7 +106,7 @@ def forward_kernel(
                     MASKED, GATHERED, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS,
                 )  # fmt: skip
                 scores = tl.where(seen, scores, float("-inf"))
-            scores, raised = weighed(
+            scores, log_m = apply_multiplicity(
                 scores, entry, query[:, None], key[None, :], which_list, rule_ids, branches, num_branches, seq_q, seq_k,
                 unit, MASKED, DILATED, NATURAL,
             )  # fmt: skip
@@ -114,7 +114,7 @@ def forward_kernel(
             base = new_top
             if MASKED or PADDING or DOCUMENT_IDS:  # a row may have seen nothing so far
                 base = tl.where(new_top == float("-inf"), 0.0, new_top)
-            weights = weights_of(scores * unit - (base - raised)[:, None], NATURAL)
+            weights = weights_of(scores * unit - (base - log_m)[:, None], NATURAL)
             shrink = weights_of(top - base, NATURAL)
             total = total * shrink + tl.sum(weights, 1)
             if DROPOUT:

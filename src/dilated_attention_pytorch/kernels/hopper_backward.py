@@ -10,14 +10,14 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from .common import (
+    add_pair_multiplicity,
     ahead_of,
-    counted,
     drawn_key,
     drawn_query,
     kept,
     key_bounds,
     list_of,
-    log_times,
+    log_multiplicity,
     query_bounds,
     shaped,
 )
@@ -70,18 +70,9 @@ def _fetch(
         # A tile of keys is walked by every query head of its key head, a tile of queries by its key head alone.
         first_list_head = group if OF_KEYS else 1
         sample, head, residue, own, block, start, split, stop = tile_of(
-            turn,
-            schedule,
-            work,
-            tile_heads,
-            num_blocks,
-            num_residues,
-            lists_a_sample,
-            heads_a_list,
-            first_list_head,
-            OWN_BLOCK,
-            DILATED,
-        )
+            turn, schedule, work, tile_heads, num_blocks, num_residues,
+            lists_a_sample, heads_a_list, first_list_head, OWN_BLOCK, DILATED,
+        )  # fmt: skip
         mbarrier.wait(own_empty, (turn & 1) ^ 1)
         mbarrier.expect(own_ready, 2 * TILE * D * BYTES)
         for half in gl.static_range(2):
@@ -171,18 +162,9 @@ def _compute_dkv(
     step = 0
     for turn in range(num_turns(schedule)):
         sample, key_head, residue, own, block, start, split, stop = tile_of(
-            turn,
-            schedule,
-            work,
-            heads_kv,
-            num_blocks,
-            num_residues,
-            lists_a_sample,
-            heads_a_list,
-            group,
-            BLOCK_K,
-            DILATED,
-        )
+            turn, schedule, work, heads_kv, num_blocks, num_residues,
+            lists_a_sample, heads_a_list, group, BLOCK_K, DILATED,
+        )  # fmt: skip
         key = gl.expand_dims(token_of(own + WHO * ROWS + key_lane, residue, num_residues, DILATED), 1)
         first, reach = key, key
         if BOUNDED:
@@ -216,9 +198,9 @@ def _compute_dkv(
                     place = step % RING
                     if MASKED or HIDES or SHAPED or DROPOUT:  # asked for now, read when the scores are there
                         other = gl.load(indices + begin + i // PER)
-                    times = 1
+                    multiplicity = 1
                     if DILATED:
-                        times = gl.load(rule_ids + begin + i // PER)
+                        multiplicity = gl.load(rule_ids + begin + i // PER)
                     mbarrier.wait(ready.index(place), step // RING & 1)
                     q, grad = q_buffers.index(place), g_buffers.index(place)
                     of_scores = warpgroup_mma(k, q.permute((1, 0)), nothing, use_acc=False, is_async=True)
@@ -235,11 +217,21 @@ def _compute_dkv(
                         )  # fmt: skip
                     row_lse = as_row(lse_buffers.index(place)).load(gl.SliceLayout(0, SCORES))
                     if DILATED:
-                        row_lse = row_lse - log_times(times, False)
+                        row_lse = row_lse - log_multiplicity(multiplicity, False)
                         if MASKED and DILATED == 2:
                             query = tokens_of(other, i, query_lane, walked, num_residues, BLOCK_Q, STREAM, DILATED)
-                            scores = counted(
-                                scores, times, query, key, which, branches, num_branches, seq_q, seq_k, unit, False
+                            scores = add_pair_multiplicity(
+                                scores,
+                                multiplicity,
+                                query,
+                                key,
+                                which,
+                                branches,
+                                num_branches,
+                                seq_q,
+                                seq_k,
+                                unit,
+                                False,
                             )
                     weights = gl.exp2(scores * unit - gl.expand_dims(row_lse, 0))
                     if MASKED or HIDES:  # noqa: SIM102
@@ -314,17 +306,7 @@ def _compute_dq(
     step = 0
     for turn in range(num_turns(schedule)):
         sample, head, residue, own, _, start, split, stop = tile_of(
-            turn,
-            schedule,
-            work,
-            heads,
-            num_blocks,
-            num_residues,
-            lists_a_sample,
-            heads_a_list,
-            1,
-            BLOCK_Q,
-            DILATED,
+            turn, schedule, work, heads, num_blocks, num_residues, lists_a_sample, heads_a_list, 1, BLOCK_Q, DILATED
         )
         row = own + WHO * ROWS + query_lane
         query = gl.expand_dims(token_of(row, residue, num_residues, DILATED), 1)
@@ -357,9 +339,9 @@ def _compute_dq(
                 place = step % RING
                 if MASKED or HIDES or SHAPED or DROPOUT:
                     other = gl.load(indices + start + i // PER)
-                times = 1
+                multiplicity = 1
                 if DILATED:
-                    times = gl.load(rule_ids + start + i // PER)
+                    multiplicity = gl.load(rule_ids + start + i // PER)
                 mbarrier.wait(ready.index(place), step // RING & 1)
                 k, v = k_buffers.index(place), v_buffers.index(place)
                 of_scores = warpgroup_mma(q, k.permute((1, 0)), nothing, use_acc=False, is_async=True)
@@ -375,11 +357,11 @@ def _compute_dq(
                     )  # fmt: skip
                 lowered = row_lse
                 if DILATED:
-                    lowered = row_lse - log_times(times, False)
+                    lowered = row_lse - log_multiplicity(multiplicity, False)
                     if MASKED and DILATED == 2:
                         key = tokens_of(other, i, key_lane, walked, num_residues, BLOCK_K, STREAM, DILATED)
-                        scores = counted(
-                            scores, times, query, key, which, branches, num_branches, seq_q, seq_k, unit, False
+                        scores = add_pair_multiplicity(
+                            scores, multiplicity, query, key, which, branches, num_branches, seq_q, seq_k, unit, False
                         )
                 weights = gl.exp2(scores * unit - gl.expand_dims(lowered, 1))
                 if MASKED or HIDES:  # noqa: SIM102

@@ -30,15 +30,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .common import (
+    add_pair_multiplicity,
     ahead_of,
-    counted,
     drawn_key,
     drawn_query,
     kept,
     key_bounds,
     list_of,
     load_work,
-    log_times,
+    log_multiplicity,
     pairs_allowed,
     shaped,
 )
@@ -270,10 +270,10 @@ def _compute(
         num = gl.maximum((stop - start) * PER, 1)  # a row without keys has one block, of which it sees nothing
 
         block = gl.load(indices + start, mask=start < stop, other=0)
-        times, raised = 1, 0.0
+        multiplicity, log_m = 1, 0.0
         if DILATED:
-            times = gl.load(rule_ids + start, mask=start < stop, other=1)
-            raised = log_times(times, False)
+            multiplicity = gl.load(rule_ids + start, mask=start < stop, other=1)
+            log_m = log_multiplicity(multiplicity, False)
         scores = warpgroup_mma_wait(0, deps=[pending])
         mbarrier.arrive(k_empty.index(step % KV_RING), count=1)
         if FLIP:
@@ -287,13 +287,13 @@ def _compute(
         if HIDES or num_full == 0:
             key = tokens_of(block, 0, key_lane, walked, num_residues, BLOCK_K, TILE_K, DILATED)
             scores = _hide(
-                scores, query, first, reach, key, start, split, stop, sample, which, times, unit,
+                scores, query, first, reach, key, start, split, stop, sample, which, multiplicity, unit,
                 rule_ids, rules, documents, branches, padding, document_ids, num_intervals, num_branches, seq_q, seq_k,
                 True, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS, DILATED,
             )  # fmt: skip
         top = row_max(scores) * unit
         base = gl.where(top == float("-inf"), 0.0, top)
-        weights = gl.exp2(scores * unit - gl.expand_dims(base - raised, 1))
+        weights = gl.exp2(scores * unit - gl.expand_dims(base - log_m, 1))
         sums = gl.sum(weights, 1)
         if DROPOUT:
             weights *= gl.where(kept(of_query, drawn_key(seed, key, block * BLOCK_K), threshold), keep_scale, 0.0)
@@ -315,7 +315,7 @@ def _compute(
                 if MASKED or HIDES or ALIBI or DROPOUT:  # asked for now, read when the scores are there
                     block = gl.load(indices + start + i // PER)
                 if DILATED:
-                    times = gl.load(rule_ids + start + i // PER)
+                    multiplicity = gl.load(rule_ids + start + i // PER)
                 place, place_before = here % KV_RING, before % KV_RING
                 mbarrier.wait(k_ready.index(place), here // KV_RING & 1)
                 take_turn(WHO)
@@ -340,8 +340,8 @@ def _compute(
                     if start < stop:
                         key = tokens_of(block, i, key_lane, walked, num_residues, BLOCK_K, TILE_K, DILATED)
                         scores = _hide(
-                            scores, query, first, reach, key, start + i // PER, split, stop, sample, which, times,
-                            unit, rule_ids, rules, documents, branches, padding, document_ids,
+                            scores, query, first, reach, key, start + i // PER, split, stop, sample, which,
+                            multiplicity, unit, rule_ids, rules, documents, branches, padding, document_ids,
                             num_intervals, num_branches, seq_q, seq_k,
                             not MASKED, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS, DILATED,
                         )  # fmt: skip
@@ -351,7 +351,7 @@ def _compute(
                     base = gl.where(new_top == float("-inf"), 0.0, new_top)
                 shrink = gl.exp2(top - base)
                 if DILATED:
-                    base = base - log_times(times, False)
+                    base = base - log_multiplicity(multiplicity, False)
                 weights = gl.exp2(scores * unit - gl.expand_dims(base, 1))
                 sums = sums * shrink + gl.sum(weights, 1)
                 if DROPOUT:
@@ -452,7 +452,7 @@ def tokens_of(block, i, lane, walked, num_residues, BLOCK: gl.constexpr, TILE: g
 
 @gluon.jit
 def _hide(
-    scores, query, first, reach, key, entry, split, stop, sample, which, times, scale,
+    scores, query, first, reach, key, entry, split, stop, sample, which, multiplicity, scale,
     rule_ids, rules, documents, branches, padding, document_ids, num_intervals, num_branches, seq_q, seq_k,
     ANY: gl.constexpr, NAMED: gl.constexpr, SINGLE: gl.constexpr, DOCUMENTS: gl.constexpr, PADDING: gl.constexpr,
     DOCUMENT_IDS: gl.constexpr, DILATED: gl.constexpr,
@@ -466,7 +466,9 @@ def _hide(
     )  # fmt: skip
     scores = gl.where(seen, scores, float("-inf"))
     if DILATED == 2:
-        scores = counted(scores, times, query, key, which, branches, num_branches, seq_q, seq_k, scale, False)
+        scores = add_pair_multiplicity(
+            scores, multiplicity, query, key, which, branches, num_branches, seq_q, seq_k, scale, False
+        )
     return scores
 
 
