@@ -11,6 +11,7 @@ from .common import (
     LOG2E,
     ahead_of,
     apply_multiplicity,
+    apply_score_mods,
     count_tiles,
     drawn_key,
     drawn_query,
@@ -21,7 +22,6 @@ from .common import (
     load_work,
     padded,
     pairs_allowed,
-    shaped,
     store_rows,
     tile_at,
     token_at,
@@ -114,9 +114,9 @@ def dq_kernel(
             scores = tl.dot(queries, keys.T, input_precision=PRECISION)
             if FLIP:
                 scores = -scores
-            steepness = 1.0
+            softcap_grad = 1.0
             if SOFTCAP or ALIBI:
-                scores, steepness = shaped(
+                scores, softcap_grad = apply_score_mods(
                     scores * scale, ahead_of(query[:, None], key[None, :], origin, seq_q, seq_k), slope, cap, SOFTCAP,
                     ALIBI, NATURAL,
                 )  # fmt: skip
@@ -136,7 +136,7 @@ def dq_kernel(
             if DROPOUT:
                 stays = kept(of_query, drawn_key(seed, key, key)[None, :], threshold)
                 dweights = tl.where(stays, dweights * keep_scale, 0.0)
-            dscores = weights * (dweights - row_delta[:, None]) * steepness
+            dscores = weights * (dweights - row_delta[:, None]) * softcap_grad
             dqueries = tl.dot(dscores.to(keys.dtype), keys, dqueries, input_precision=PRECISION)
 
     at = ((sample_64 * seq_q + query) * heads + query_head) * D
@@ -209,9 +209,9 @@ def dkv_kernel(
                 scores = tl.dot(keys, queries.T, input_precision=PRECISION)
                 if FLIP:
                     scores = -scores
-                steepness = 1.0
+                softcap_grad = 1.0
                 if SOFTCAP or ALIBI:
-                    scores, steepness = shaped(
+                    scores, softcap_grad = apply_score_mods(
                         scores * scale, ahead_of(query[None, :], key[:, None], origin, seq_q, seq_k), slope, cap,
                         SOFTCAP, ALIBI, NATURAL,
                     )  # fmt: skip
@@ -235,7 +235,7 @@ def dkv_kernel(
                     dropped = tl.where(stays, weights * keep_scale, 0.0)
                     dweights = tl.where(stays, dweights * keep_scale, 0.0)
                 dvalues = tl.dot(dropped.to(grads.dtype), grads, dvalues, input_precision=PRECISION)
-                dscores = weights * (dweights - row_delta[None, :]) * steepness
+                dscores = weights * (dweights - row_delta[None, :]) * softcap_grad
                 dkeys = tl.dot(dscores.to(queries.dtype), queries, dkeys, input_precision=PRECISION)
 
     at = ((sample_64 * seq_k + key) * heads_kv + key_head) * D

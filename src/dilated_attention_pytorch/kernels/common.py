@@ -207,9 +207,9 @@ def tanh(x):
     """Exact to a few units in the last place of float32, also where x is small."""
     square = x * x
     series = x * (1 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835)))))
-    fall = tl.exp2(tl.abs(x) * (-2 * LOG2E))
-    bent = (1 - fall) / (1 + fall)
-    return tl.where(tl.abs(x) < 0.25, series, tl.where(x < 0, -bent, bent))
+    decay = tl.exp2(tl.abs(x) * (-2 * LOG2E))
+    ratio = (1 - decay) / (1 + decay)
+    return tl.where(tl.abs(x) < 0.25, series, tl.where(x < 0, -ratio, ratio))
 
 
 SMALL_CAP = 128.0
@@ -230,26 +230,26 @@ def ahead_of(query, key, origin, seq_q, seq_k):
 
 
 @triton.jit
-def shaped(scores, ahead, slope, cap, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, NATURAL: tl.constexpr):
-    """Scores, capped and lowered by the distance of query and key, and the steepness of the cap at each.
+def apply_score_mods(scores, ahead, slope, cap, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, NATURAL: tl.constexpr):
+    """Scores with softcap and ALiBi applied, and the derivative of the softcap at each.
 
     The scores, `slope` and `cap` are in the units of the exponent; `ahead` is how far a query is ahead of a key;
     SOFTCAP is what `cap_kind` says.
     """
-    steepness = 1.0
+    softcap_grad = 1.0
     if SOFTCAP:
         if NATURAL or SOFTCAP == 2:
-            bent = tanh(scores * (1 / cap))
-            scores = cap * bent
-            steepness = 1 - bent * bent
+            share = tanh(scores * (1 / cap))
+            scores = cap * share
+            softcap_grad = 1 - share * share
         else:  # off by some 2⁻²² of the cap; of a small one far less than what scores of 16-bit numbers are off by
-            grown = 1 + tl.exp2(scores * (2 * LOG2E / cap))
-            below = tl.rsqrt(grown * grown)  # 1 / grown, in fewer steps than by a division
-            scores = cap - 2 * cap * below
-            steepness = 4 * below * (1 - below)
+            denominator = 1 + tl.exp2(scores * (2 * LOG2E / cap))
+            inverse = tl.rsqrt(denominator * denominator)  # in fewer steps than by a division
+            scores = cap - 2 * cap * inverse
+            softcap_grad = 4 * inverse * (1 - inverse)
     if ALIBI:
         scores -= slope * tl.abs(ahead)
-    return scores, steepness
+    return scores, softcap_grad
 
 
 @triton.jit

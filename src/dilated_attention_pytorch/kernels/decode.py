@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..layout.rows import CacheRows
 from . import launcher
-from .common import LOG2E, cap_kind, count_tiles, load_rows, load_work, pairs_allowed, shaped, tile_at
+from .common import LOG2E, apply_score_mods, cap_kind, count_tiles, load_rows, load_work, pairs_allowed, tile_at
 from .configs import padded_dim
 from .forward import weights_of
 from .launch import num_processors, precision_of
@@ -96,7 +96,7 @@ def decode_kernel(
             if FLIP:
                 scores = -scores
             if SOFTCAP or ALIBI:
-                scores, _ = shaped(
+                scores, _ = apply_score_mods(
                     scores * scale, (position - key[None, :]).to(tl.float32), slope, cap, SOFTCAP, ALIBI, NATURAL
                 )  # fmt: skip
             scores = tl.where(seen[None, :], scores, float("-inf"))

@@ -7,6 +7,7 @@ from .common import (
     LOG2E,
     ahead_of,
     apply_multiplicity,
+    apply_score_mods,
     count_tiles,
     drawn_key,
     drawn_query,
@@ -16,7 +17,6 @@ from .common import (
     load_tile,
     load_work,
     pairs_allowed,
-    shaped,
     store_rows,
     tile_at,
     token_at,
@@ -73,7 +73,7 @@ def forward_kernel(
     queries = load_rows(q + sample_64 * q_b, at, 1, real, D, PADDED_D)
 
     unit, slope, origin = scale, 0.0, 0
-    if SOFTCAP or ALIBI:  # scores are brought to their units before they are shaped
+    if SOFTCAP or ALIBI:  # scores are scaled before they are modified
         unit = 1.0
     if ALIBI:
         slope, origin = tl.load(slopes + query_head)[:, None], tl.min(query, 0)
@@ -95,7 +95,7 @@ def forward_kernel(
             if FLIP:
                 scores = -scores
             if SOFTCAP or ALIBI:
-                scores, _ = shaped(
+                scores, _ = apply_score_mods(
                     scores * scale, ahead_of(query[:, None], key[None, :], origin, seq_q, seq_k), slope, cap, SOFTCAP,
                     ALIBI, NATURAL,
                 )  # fmt: skip

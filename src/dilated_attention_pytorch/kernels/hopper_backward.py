@@ -12,6 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 from .common import (
     add_pair_multiplicity,
     ahead_of,
+    apply_score_mods,
     drawn_key,
     drawn_query,
     kept,
@@ -19,7 +20,6 @@ from .common import (
     list_of,
     log_multiplicity,
     query_bounds,
-    shaped,
 )
 from .forward import VARYING
 from .hopper_forward import (
@@ -150,7 +150,7 @@ def _compute_dkv(
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, GRADS, 2)
     PER: gl.constexpr = BLOCK_Q // STREAM
     HIDES: gl.constexpr = PADDING or DOCUMENT_IDS
-    SHAPED: gl.constexpr = SOFTCAP or ALIBI
+    HAS_SCORE_MODS: gl.constexpr = SOFTCAP or ALIBI
     # A key is seen by `reach` queries after `first` too, whatever the block.
     BOUNDED: gl.constexpr = SINGLE and not (NAMED or DOCUMENTS or HIDES)
     dtype: gl.constexpr = k_buffers.dtype
@@ -184,7 +184,7 @@ def _compute_dkv(
             )  # fmt: skip
             which = list_of(sample, head, lists_a_sample, heads_a_list)
             unit, slope = scale, 0.0
-            if SHAPED:
+            if HAS_SCORE_MODS:
                 unit = 1.0
             if ALIBI:
                 slope = gl.load(slopes + head)
@@ -196,7 +196,7 @@ def _compute_dkv(
                     low, high = 0, num_full
                 for i in range(low, high):
                     place = step % RING
-                    if MASKED or HIDES or SHAPED or DROPOUT:  # asked for now, read when the scores are there
+                    if MASKED or HIDES or HAS_SCORE_MODS or DROPOUT:  # asked for now, read when the scores are there
                         other = gl.load(indices + begin + i // PER)
                     multiplicity = 1
                     if DILATED:
@@ -208,10 +208,10 @@ def _compute_dkv(
                     scores = warpgroup_mma_wait(1, deps=[of_scores])
                     if FLIP:
                         scores = -scores
-                    if SHAPED or DROPOUT:
+                    if HAS_SCORE_MODS or DROPOUT:
                         query = tokens_of(other, i, query_lane, walked, num_residues, BLOCK_Q, STREAM, DILATED)
-                    if SHAPED:
-                        scores, steepness = shaped(
+                    if HAS_SCORE_MODS:
+                        scores, softcap_grad = apply_score_mods(
                             scores * scale, ahead_of(query, key, origin, seq_q, seq_k), slope, cap,
                             SOFTCAP, ALIBI, False,
                         )  # fmt: skip
@@ -252,7 +252,7 @@ def _compute_dkv(
                         dropped = gl.where(weights < 0.0, 0.0, weights)  # NaN is not lost
                     operand = gl.convert_layout(dropped.to(dtype), OPERAND)
                     if SOFTCAP:
-                        weights *= steepness
+                        weights *= softcap_grad
                     row_delta = as_row(delta_buffers.index(place)).load(gl.SliceLayout(0, SCORES))
                     dweights = warpgroup_mma_wait(0, deps=[of_dweights])
                     if DROPOUT:
@@ -296,7 +296,7 @@ def _compute_dq(
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, GRADS, 2)
     PER: gl.constexpr = BLOCK_K // STREAM
     HIDES: gl.constexpr = PADDING or DOCUMENT_IDS
-    SHAPED: gl.constexpr = SOFTCAP or ALIBI
+    HAS_SCORE_MODS: gl.constexpr = SOFTCAP or ALIBI
     BOUNDED: gl.constexpr = SINGLE and not (NAMED or HIDES)
     dtype: gl.constexpr = q_buffers.dtype
     query_lane = gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
@@ -320,7 +320,7 @@ def _compute_dq(
             first, reach = reaching(first, last)
         unit, slope, of_query = scale, 0.0, query
         origin = token_of(own, residue, num_residues, DILATED)
-        if SHAPED:
+        if HAS_SCORE_MODS:
             unit = 1.0
         if ALIBI:
             slope = gl.load(slopes + head)
@@ -337,7 +337,7 @@ def _compute_dq(
                 low, high = 0, num_full
             for i in range(low, high):
                 place = step % RING
-                if MASKED or HIDES or SHAPED or DROPOUT:
+                if MASKED or HIDES or HAS_SCORE_MODS or DROPOUT:
                     other = gl.load(indices + start + i // PER)
                 multiplicity = 1
                 if DILATED:
@@ -349,10 +349,10 @@ def _compute_dq(
                 scores = warpgroup_mma_wait(1, deps=[of_scores])
                 if FLIP:
                     scores = -scores
-                if SHAPED or DROPOUT:
+                if HAS_SCORE_MODS or DROPOUT:
                     key = tokens_of(other, i, key_lane, walked, num_residues, BLOCK_K, STREAM, DILATED)
-                if SHAPED:
-                    scores, steepness = shaped(
+                if HAS_SCORE_MODS:
+                    scores, softcap_grad = apply_score_mods(
                         scores * scale, ahead_of(query, key, origin, seq_q, seq_k), slope, cap, SOFTCAP, ALIBI, False
                     )  # fmt: skip
                 lowered = row_lse
@@ -374,7 +374,7 @@ def _compute_dq(
                         )  # fmt: skip
                         weights = gl.where(seen, weights, 0.0)
                 if SOFTCAP:
-                    weights *= steepness
+                    weights *= softcap_grad
                 dweights = warpgroup_mma_wait(0, deps=[of_dweights])
                 if DROPOUT:
                     stays = kept(of_query, drawn_key(seed, key, other * BLOCK_K), threshold)

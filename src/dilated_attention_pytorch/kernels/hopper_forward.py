@@ -32,6 +32,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from .common import (
     add_pair_multiplicity,
     ahead_of,
+    apply_score_mods,
     drawn_key,
     drawn_query,
     kept,
@@ -40,7 +41,6 @@ from .common import (
     load_work,
     log_multiplicity,
     pairs_allowed,
-    shaped,
 )
 from .forward import VARYING
 from .launcher import MOST, described_again
@@ -224,7 +224,7 @@ def _compute(
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, MIXED, 2)
     PER: gl.constexpr = BLOCK_K // TILE_K
     HIDES: gl.constexpr = PADDING or DOCUMENT_IDS
-    SHAPED: gl.constexpr = SOFTCAP or ALIBI
+    HAS_SCORE_MODS: gl.constexpr = SOFTCAP or ALIBI
     BOUNDED: gl.constexpr = SINGLE and not NAMED  # a query sees `reach` keys after `first` too, whatever the block
     dtype: gl.constexpr = q_buffers.dtype
     # As what weights wait for their turn: ptxas keeps rounded ones with their pairs the wrong way round, and to turn
@@ -259,7 +259,7 @@ def _compute(
             first, last = key_bounds(query, 0, 0, rules, documents, num_intervals, seq_q, seq_k, DOCUMENTS)
             first, reach = reaching(first, last)
         unit, slope, of_query = scale, 0.0, query
-        if SHAPED:  # scores are brought to their units before they are shaped
+        if HAS_SCORE_MODS:  # scores are scaled before they are modified
             unit = 1.0
         origin = token_of(query_from, residue, num_residues, DILATED)
         if ALIBI:
@@ -278,10 +278,10 @@ def _compute(
         mbarrier.arrive(k_empty.index(step % KV_RING), count=1)
         if FLIP:
             scores = -scores
-        if SHAPED or DROPOUT:
+        if HAS_SCORE_MODS or DROPOUT:
             key = tokens_of(block, 0, key_lane, walked, num_residues, BLOCK_K, TILE_K, DILATED)
-        if SHAPED:
-            scores = shaped(
+        if HAS_SCORE_MODS:
+            scores = apply_score_mods(
                 scores * scale, ahead_of(query, key, origin, seq_q, seq_k), slope, cap, SOFTCAP, ALIBI, False
             )[0]
         if HIDES or num_full == 0:
@@ -329,10 +329,10 @@ def _compute(
                 scores = warpgroup_mma_wait(1, deps=[of_scores])
                 if FLIP:
                     scores = -scores
-                if SHAPED or DROPOUT:
+                if HAS_SCORE_MODS or DROPOUT:
                     key = tokens_of(block, i, key_lane, walked, num_residues, BLOCK_K, TILE_K, DILATED)
-                if SHAPED:
-                    scores = shaped(
+                if HAS_SCORE_MODS:
+                    scores = apply_score_mods(
                         scores * scale, ahead_of(query, key, origin, seq_q, seq_k), slope, cap, SOFTCAP, ALIBI, False
                     )[0]
                 if MASKED or HIDES:  # noqa: SIM102

@@ -22,8 +22,8 @@ from .common import cap_kind
 from .configs import (
     FEW_ROWS,
     HOPPER_BACKWARD,
+    HOPPER_DKV_NARROW,
     HOPPER_FORWARD,
-    HOPPER_SHAPED,
     Config,
     Configs,
     configs,
@@ -301,7 +301,7 @@ class Call:
         layout = self.layout
         stream, ring = HOPPER_BACKWARD[self.head_dim]
         if of_keys and (self.flags["SOFTCAP"] or self.flags["ALIBI"] or self.flags["DROPOUT"]):
-            stream, ring = HOPPER_SHAPED
+            stream, ring = HOPPER_DKV_NARROW
         stream = min(stream, layout.block_q if of_keys else layout.block_k)
         if of_keys:
             lists, work = layout.by_key, layout.key_work
