@@ -32,7 +32,7 @@ from .forward import VARYING, weights_of
 @triton.jit(do_not_specialize=["heads", "seq_q", "padded_q", "num_residues"])
 def rows_kernel(
     out, grad, dlse, lse, row_lse, delta, g_b, g_s, g_h, heads, seq_q, padded_q, num_residues,
-    D: tl.constexpr, PADDED_D: tl.constexpr, TILE: tl.constexpr, NATURAL: tl.constexpr, DLSE: tl.constexpr,
+    D: tl.constexpr, PADDED_D: tl.constexpr, TILE: tl.constexpr, BASE_E: tl.constexpr, DLSE: tl.constexpr,
 ):  # fmt: skip
     """What the other kernels need of each row, for a tile of queries of one head: lse in their units, and delta.
 
@@ -54,7 +54,7 @@ def rows_kernel(
     natural = tl.load(lse + at, mask=real, other=float("-inf"))
     empty = natural == float("-inf")
     at = (sample * heads + head) * padded_q + place
-    tl.store(row_lse + at, tl.where(empty, float("inf"), natural if NATURAL else natural * LOG2E))
+    tl.store(row_lse + at, tl.where(empty, float("inf"), natural if BASE_E else natural * LOG2E))
     tl.store(delta + at, tl.where(empty, 0.0, value))
 
 
@@ -66,10 +66,10 @@ def dq_kernel(
     heads, group, seq_q, seq_k, num_blocks, lists_a_sample, heads_a_list, num_intervals, num_branches, num_residues,
     scale, scale_out, cap, threshold, keep_scale,
     D: tl.constexpr, PADDED_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
-    TILE_Q: tl.constexpr, TILE_K: tl.constexpr, PACK: tl.constexpr, TMA: tl.constexpr, FLIP: tl.constexpr,
-    NAMED: tl.constexpr, SINGLE: tl.constexpr, DOCUMENTS: tl.constexpr, PADDING: tl.constexpr,
+    TILE_Q: tl.constexpr, TILE_K: tl.constexpr, PACK: tl.constexpr, TMA: tl.constexpr, NEGATIVE_SCALE: tl.constexpr,
+    HAS_RULE_IDS: tl.constexpr, ONE_INTERVAL: tl.constexpr, DOCUMENTS: tl.constexpr, PADDING: tl.constexpr,
     DOCUMENT_IDS: tl.constexpr, DROPOUT: tl.constexpr, DILATED: tl.constexpr, SOFTCAP: tl.constexpr,
-    ALIBI: tl.constexpr, PRECISION: tl.constexpr, NATURAL: tl.constexpr,
+    ALIBI: tl.constexpr, PRECISION: tl.constexpr, BASE_E: tl.constexpr,
 ):  # fmt: skip
     """dq of one tile: the walk of the forward kernel."""
     TILES: tl.constexpr = BLOCK_Q // TILE_Q
@@ -112,24 +112,24 @@ def dq_kernel(
             keys = load_tile(k, k_base, sample, key_head, begin, key, k_s, seq_k, D, PADDED_D, TILE_K, TMA)
             values = load_tile(v, v_base, sample, key_head, begin, key, v_s, seq_k, D, PADDED_D, TILE_K, TMA)
             scores = tl.dot(queries, keys.T, input_precision=PRECISION)
-            if FLIP:
+            if NEGATIVE_SCALE:
                 scores = -scores
             softcap_grad = 1.0
             if SOFTCAP or ALIBI:
                 scores, softcap_grad = apply_score_mods(
                     scores * scale, ahead_of(query[:, None], key[None, :], origin, seq_q, seq_k), slope, cap, SOFTCAP,
-                    ALIBI, NATURAL,
+                    ALIBI, BASE_E,
                 )  # fmt: skip
             scores, log_m = apply_multiplicity(
                 scores, entry, query[:, None], key[None, :], which_list, rule_ids, branches, num_branches, seq_q, seq_k,
-                unit, MASKED, DILATED, NATURAL,
+                unit, MASKED, DILATED, BASE_E,
             )  # fmt: skip
-            weights = weights_of(scores * unit - (row_lse - log_m)[:, None], NATURAL)
+            weights = weights_of(scores * unit - (row_lse - log_m)[:, None], BASE_E)
             if MASKED or PADDING or DOCUMENT_IDS:
                 seen = pairs_allowed(
                     query[:, None], key[None, :], entry[None, :] if GATHERED else entry, split, stop, sample,
                     rule_ids, rules, documents, padding, document_ids, num_intervals, seq_q, seq_k,
-                    MASKED, GATHERED, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS,
+                    MASKED, GATHERED, HAS_RULE_IDS, ONE_INTERVAL, DOCUMENTS, PADDING, DOCUMENT_IDS,
                 )  # fmt: skip
                 weights = tl.where(seen, weights, 0.0)
             dweights = tl.dot(grads, values.T, input_precision=PRECISION)
@@ -151,10 +151,10 @@ def dkv_kernel(
     heads, group, seq_q, seq_k, num_blocks, lists_a_sample, heads_a_list, num_intervals, num_branches, num_residues,
     scale, scale_out, cap, threshold, keep_scale,
     D: tl.constexpr, PADDED_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
-    TILE_Q: tl.constexpr, TILE_K: tl.constexpr, PACK: tl.constexpr, TMA: tl.constexpr, FLIP: tl.constexpr,
-    NAMED: tl.constexpr, SINGLE: tl.constexpr, DOCUMENTS: tl.constexpr, PADDING: tl.constexpr,
+    TILE_Q: tl.constexpr, TILE_K: tl.constexpr, PACK: tl.constexpr, TMA: tl.constexpr, NEGATIVE_SCALE: tl.constexpr,
+    HAS_RULE_IDS: tl.constexpr, ONE_INTERVAL: tl.constexpr, DOCUMENTS: tl.constexpr, PADDING: tl.constexpr,
     DOCUMENT_IDS: tl.constexpr, DROPOUT: tl.constexpr, DILATED: tl.constexpr, SOFTCAP: tl.constexpr,
-    ALIBI: tl.constexpr, PRECISION: tl.constexpr, NATURAL: tl.constexpr,
+    ALIBI: tl.constexpr, PRECISION: tl.constexpr, BASE_E: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of one tile of keys: it walks the query blocks that see it, for each query head of its key head.
 
@@ -207,24 +207,24 @@ def dkv_kernel(
                 grads = load_tile(grad, g_base, sample, head, begin, query, g_s, seq_q, D, PADDED_D, TILE_Q, TMA)
                 row_lse, row_delta = tl.load(lse + of_head + places), tl.load(delta + of_head + places)
                 scores = tl.dot(keys, queries.T, input_precision=PRECISION)
-                if FLIP:
+                if NEGATIVE_SCALE:
                     scores = -scores
                 softcap_grad = 1.0
                 if SOFTCAP or ALIBI:
                     scores, softcap_grad = apply_score_mods(
                         scores * scale, ahead_of(query[None, :], key[:, None], origin, seq_q, seq_k), slope, cap,
-                        SOFTCAP, ALIBI, NATURAL,
+                        SOFTCAP, ALIBI, BASE_E,
                     )  # fmt: skip
                 scores, log_m = apply_multiplicity(
                     scores, entry, query[None, :], key[:, None], which_list, rule_ids, branches, num_branches,
-                    seq_q, seq_k, unit, MASKED, DILATED, NATURAL,
+                    seq_q, seq_k, unit, MASKED, DILATED, BASE_E,
                 )  # fmt: skip
-                weights = weights_of(scores * unit - (row_lse - log_m)[None, :], NATURAL)
+                weights = weights_of(scores * unit - (row_lse - log_m)[None, :], BASE_E)
                 if MASKED or PADDING or DOCUMENT_IDS:
                     seen = pairs_allowed(
                         query[None, :], key[:, None], entry[None, :] if GATHERED else entry, split, stop, sample,
                         rule_ids, rules, documents, padding, document_ids, num_intervals, seq_q, seq_k,
-                        MASKED, GATHERED, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS,
+                        MASKED, GATHERED, HAS_RULE_IDS, ONE_INTERVAL, DOCUMENTS, PADDING, DOCUMENT_IDS,
                     )  # fmt: skip
                     weights = tl.where(seen, weights, 0.0)
                 dweights = tl.dot(values, grads.T, input_precision=PRECISION)

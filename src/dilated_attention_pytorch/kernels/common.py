@@ -115,7 +115,7 @@ def interval_allows(query, key, rule, t, rules, documents, num_intervals, seq_q,
 def pairs_allowed(
     query, key, entry, split, stop, sample,
     rule_ids, rules, documents, padding, document_ids, num_intervals, seq_q, seq_k,
-    MASKED: tl.constexpr, GATHERED: tl.constexpr, NAMED: tl.constexpr, SINGLE: tl.constexpr,
+    MASKED: tl.constexpr, GATHERED: tl.constexpr, HAS_RULE_IDS: tl.constexpr, ONE_INTERVAL: tl.constexpr,
     DOCUMENTS: tl.constexpr, PADDING: tl.constexpr, DOCUMENT_IDS: tl.constexpr,
 ):  # fmt: skip
     """The pairs of a tile that the layout's rules (where MASKED) and the call's own masks allow.
@@ -126,12 +126,12 @@ def pairs_allowed(
     if not MASKED:
         allowed = (query >= 0) & (key >= 0)
     else:
-        if NAMED:
+        if HAS_RULE_IDS:
             rule = tl.load(rule_ids + tl.maximum(tl.minimum(entry, stop - 1), 0))
         else:
             rule = entry * 0
         allowed = interval_allows(query, key, rule, 0, rules, documents, num_intervals, seq_q, seq_k, DOCUMENTS)
-        if not SINGLE:
+        if not ONE_INTERVAL:
             for t in range(1, num_intervals):
                 allowed |= interval_allows(
                     query, key, rule, t, rules, documents, num_intervals, seq_q, seq_k, DOCUMENTS
@@ -168,36 +168,36 @@ def pair_multiplicity(query, key, which, branches, num_branches, seq_q, seq_k):
 
 @triton.jit
 def add_pair_multiplicity(
-    scores, multiplicity, query, key, which, branches, num_branches, seq_q, seq_k, scale, NATURAL: tl.constexpr
+    scores, multiplicity, query, key, which, branches, num_branches, seq_q, seq_k, scale, BASE_E: tl.constexpr
 ):  # fmt: skip
     """The scores of a mixed block (whose multiplicity is 0), each raised by the log of its pair's multiplicity."""
     if multiplicity == 0:
         of_pair = pair_multiplicity(query, key, which, branches, num_branches, seq_q, seq_k).to(tl.float32)
-        log_m = tl.log(of_pair) if NATURAL else tl.log2(of_pair)  # −inf where the pair does not count
+        log_m = tl.log(of_pair) if BASE_E else tl.log2(of_pair)  # −inf where the pair does not count
         scores = scores + log_m / scale
     return scores
 
 
 @triton.jit
-def log_multiplicity(multiplicity, NATURAL: tl.constexpr):
+def log_multiplicity(multiplicity, BASE_E: tl.constexpr):
     """The log of a block's multiplicity, 0 for a mixed one."""
     at_least_once = tl.maximum(multiplicity, 1).to(tl.float32)
-    return tl.log(at_least_once) if NATURAL else tl.log2(at_least_once)
+    return tl.log(at_least_once) if BASE_E else tl.log2(at_least_once)
 
 
 @triton.jit
 def apply_multiplicity(
     scores, entry, query, key, which, rule_ids, branches, num_branches, seq_q, seq_k, scale,
-    MASKED: tl.constexpr, DILATED: tl.constexpr, NATURAL: tl.constexpr,
+    MASKED: tl.constexpr, DILATED: tl.constexpr, BASE_E: tl.constexpr,
 ):  # fmt: skip
     """The scores of a tile, raised where its block is mixed, and the log of the block's multiplicity."""
     log_m = 0.0
     if DILATED:
         multiplicity = tl.load(rule_ids + entry)
-        log_m = log_multiplicity(multiplicity, NATURAL)
+        log_m = log_multiplicity(multiplicity, BASE_E)
         if MASKED and DILATED == 2:
             scores = add_pair_multiplicity(
-                scores, multiplicity, query, key, which, branches, num_branches, seq_q, seq_k, scale, NATURAL
+                scores, multiplicity, query, key, which, branches, num_branches, seq_q, seq_k, scale, BASE_E
             )
     return scores, log_m
 
@@ -230,7 +230,7 @@ def ahead_of(query, key, origin, seq_q, seq_k):
 
 
 @triton.jit
-def apply_score_mods(scores, ahead, slope, cap, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, NATURAL: tl.constexpr):
+def apply_score_mods(scores, ahead, slope, cap, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BASE_E: tl.constexpr):
     """Scores with softcap and ALiBi applied, and the derivative of the softcap at each.
 
     The scores, `slope` and `cap` are in the units of the exponent; `ahead` is how far a query is ahead of a key;
@@ -238,7 +238,7 @@ def apply_score_mods(scores, ahead, slope, cap, SOFTCAP: tl.constexpr, ALIBI: tl
     """
     softcap_grad = 1.0
     if SOFTCAP:
-        if NATURAL or SOFTCAP == 2:
+        if BASE_E or SOFTCAP == 2:
             share = tanh(scores * (1 / cap))
             scores = cap * share
             softcap_grad = 1 - share * share

@@ -30,9 +30,9 @@ VARYING = (
 
 
 @triton.jit
-def weights_of(exponent, NATURAL: tl.constexpr):
+def weights_of(exponent, BASE_E: tl.constexpr):
     """exp, or exp2 where the exponent is in units of log2 already."""
-    return tl.exp2(exponent * LOG2E if NATURAL else exponent)
+    return tl.exp2(exponent * LOG2E if BASE_E else exponent)
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -43,15 +43,15 @@ def forward_kernel(
     heads, group, seq_q, seq_k, num_blocks, lists_a_sample, heads_a_list, num_intervals, num_branches, num_residues,
     scale, cap, threshold, keep_scale,
     D: tl.constexpr, PADDED_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
-    TILE_Q: tl.constexpr, TILE_K: tl.constexpr, PACK: tl.constexpr, TMA: tl.constexpr, FLIP: tl.constexpr,
-    NAMED: tl.constexpr, SINGLE: tl.constexpr, DOCUMENTS: tl.constexpr, PADDING: tl.constexpr,
+    TILE_Q: tl.constexpr, TILE_K: tl.constexpr, PACK: tl.constexpr, TMA: tl.constexpr, NEGATIVE_SCALE: tl.constexpr,
+    HAS_RULE_IDS: tl.constexpr, ONE_INTERVAL: tl.constexpr, DOCUMENTS: tl.constexpr, PADDING: tl.constexpr,
     DOCUMENT_IDS: tl.constexpr, DROPOUT: tl.constexpr, DILATED: tl.constexpr, SOFTCAP: tl.constexpr,
-    ALIBI: tl.constexpr, PRECISION: tl.constexpr, NATURAL: tl.constexpr,
+    ALIBI: tl.constexpr, PRECISION: tl.constexpr, BASE_E: tl.constexpr,
 ):  # fmt: skip
     """out and lse of one tile: `TILE_Q` queries of `PACK` heads that share a list and a key head.
 
-    Scores are in units of log2, which saves a product a score (`scale` has the factor log2(e)), or NATURAL in single
-    precision, where its rounding would show. The sign of the scale is in FLIP.
+    Scores are in units of log2, which saves a product a score (`scale` has the factor log2(e)), or BASE_E in single
+    precision, where its rounding would show. The sign of the scale is in NEGATIVE_SCALE.
     """
     TILES: tl.constexpr = BLOCK_Q // TILE_Q
     pid = tl.program_id(0)
@@ -92,30 +92,30 @@ def forward_kernel(
             key = token_at(places, seq_k, num_residues, BLOCK_K, DILATED)
             keys = load_tile(k, k_base, sample, key_head, begin, key, k_s, seq_k, D, PADDED_D, TILE_K, TMA)
             scores = tl.dot(queries, keys.T, input_precision=PRECISION)
-            if FLIP:
+            if NEGATIVE_SCALE:
                 scores = -scores
             if SOFTCAP or ALIBI:
                 scores, _ = apply_score_mods(
                     scores * scale, ahead_of(query[:, None], key[None, :], origin, seq_q, seq_k), slope, cap, SOFTCAP,
-                    ALIBI, NATURAL,
+                    ALIBI, BASE_E,
                 )  # fmt: skip
             if MASKED or PADDING or DOCUMENT_IDS:
                 seen = pairs_allowed(
                     query[:, None], key[None, :], entry[None, :] if GATHERED else entry, split, stop, sample,
                     rule_ids, rules, documents, padding, document_ids, num_intervals, seq_q, seq_k,
-                    MASKED, GATHERED, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS,
+                    MASKED, GATHERED, HAS_RULE_IDS, ONE_INTERVAL, DOCUMENTS, PADDING, DOCUMENT_IDS,
                 )  # fmt: skip
                 scores = tl.where(seen, scores, float("-inf"))
             scores, log_m = apply_multiplicity(
                 scores, entry, query[:, None], key[None, :], which_list, rule_ids, branches, num_branches, seq_q, seq_k,
-                unit, MASKED, DILATED, NATURAL,
+                unit, MASKED, DILATED, BASE_E,
             )  # fmt: skip
             new_top = tl.maximum(top, tl.max(scores, 1) * unit)
             base = new_top
             if MASKED or PADDING or DOCUMENT_IDS:  # a row may have seen nothing so far
                 base = tl.where(new_top == float("-inf"), 0.0, new_top)
-            weights = weights_of(scores * unit - (base - log_m)[:, None], NATURAL)
-            shrink = weights_of(top - base, NATURAL)
+            weights = weights_of(scores * unit - (base - log_m)[:, None], BASE_E)
+            shrink = weights_of(top - base, BASE_E)
             total = total * shrink + tl.sum(weights, 1)
             if DROPOUT:
                 stays = kept(of_query, drawn_key(seed, key, key)[None, :], threshold)
@@ -128,6 +128,6 @@ def forward_kernel(
     mixed = mixed / tl.where(empty, 1.0, total)[:, None]
     at = ((sample_64 * seq_q + query) * heads + query_head) * D
     store_rows(out, at, 1, real, mixed, D, PADDED_D)
-    natural = top + tl.log(total) if NATURAL else (top + tl.log2(total)) / LOG2E
-    natural = tl.where(empty, float("-inf"), natural)
-    tl.store(lse + (sample_64 * heads + query_head) * seq_q + query, natural, mask=real)
+    row_lse = top + tl.log(total) if BASE_E else (top + tl.log2(total)) / LOG2E
+    row_lse = tl.where(empty, float("-inf"), row_lse)
+    tl.store(lse + (sample_64 * heads + query_head) * seq_q + query, row_lse, mask=real)

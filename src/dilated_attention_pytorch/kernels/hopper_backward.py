@@ -53,7 +53,7 @@ def _row_of(sample, head, block, start, split, stop, offsets, splits, num_blocks
 @gluon.jit
 def _fetch(
     own_a, own_b, stream_a, stream_b, of_rows, buffers, barriers, lists, steps,
-    D: gl.constexpr, OWN_BLOCK: gl.constexpr, BLOCK: gl.constexpr, STREAM: gl.constexpr, RING: gl.constexpr,
+    D: gl.constexpr, OWN_BLOCK: gl.constexpr, BLOCK: gl.constexpr, STREAM: gl.constexpr, NUM_STAGES: gl.constexpr,
     OWN_LISTS: gl.constexpr, OF_KEYS: gl.constexpr, DILATED: gl.constexpr,
 ):  # fmt: skip
     own_buffers_a, own_buffers_b, stream_buffers_a, stream_buffers_b, lse_buffers, delta_buffers = buffers
@@ -92,9 +92,9 @@ def _fetch(
                 first = index * BLOCK + i % PER * STREAM  # in the order of blocks
                 other_residue, row = split_residue(index, walked, DILATED)
                 row = row * BLOCK + i % PER * STREAM
-                place = step % RING
+                place = step % NUM_STAGES
                 bar = ready.index(place)
-                mbarrier.wait(empty.index(place), (step // RING & 1) ^ 1)
+                mbarrier.wait(empty.index(place), (step // NUM_STAGES & 1) ^ 1)
                 if OF_KEYS:
                     mbarrier.expect(bar, 2 * STREAM * D * BYTES + 2 * STREAM * 4)
                     of_head = sample * heads + other
@@ -132,10 +132,10 @@ def _store(x, value, sample, row, head, seq, heads, column, D: gl.constexpr):
 @gluon.jit
 def _compute_dkv(
     WHO: gl.constexpr, dk, dv, buffers, barriers, masks, lists, numbers,
-    D: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, STREAM: gl.constexpr, RING: gl.constexpr,
-    FLIP: gl.constexpr, NAMED: gl.constexpr, SINGLE: gl.constexpr, DOCUMENTS: gl.constexpr, PADDING: gl.constexpr,
-    DOCUMENT_IDS: gl.constexpr, DILATED: gl.constexpr, SOFTCAP: gl.constexpr, ALIBI: gl.constexpr,
-    DROPOUT: gl.constexpr, OWN_LISTS: gl.constexpr,
+    D: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, STREAM: gl.constexpr, NUM_STAGES: gl.constexpr,
+    NEGATIVE_SCALE: gl.constexpr, HAS_RULE_IDS: gl.constexpr, ONE_INTERVAL: gl.constexpr, DOCUMENTS: gl.constexpr,
+    PADDING: gl.constexpr, DOCUMENT_IDS: gl.constexpr, DILATED: gl.constexpr, SOFTCAP: gl.constexpr,
+    ALIBI: gl.constexpr, DROPOUT: gl.constexpr, OWN_LISTS: gl.constexpr,
 ):  # fmt: skip
     k_buffers, v_buffers, q_buffers, g_buffers, lse_buffers, delta_buffers = buffers
     own_ready, own_empty, ready, empty = barriers
@@ -149,10 +149,10 @@ def _compute_dkv(
     GRADS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, GRADS, 2)
     PER: gl.constexpr = BLOCK_Q // STREAM
-    HIDES: gl.constexpr = PADDING or DOCUMENT_IDS
+    HAS_CALL_MASK: gl.constexpr = PADDING or DOCUMENT_IDS
     HAS_SCORE_MODS: gl.constexpr = SOFTCAP or ALIBI
     # A key is seen by `reach` queries after `first` too, whatever the block.
-    BOUNDED: gl.constexpr = SINGLE and not (NAMED or DOCUMENTS or HIDES)
+    BOUNDED: gl.constexpr = ONE_INTERVAL and not (HAS_RULE_IDS or DOCUMENTS or HAS_CALL_MASK)
     dtype: gl.constexpr = k_buffers.dtype
     heads_kv = heads // group
     key_lane = gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
@@ -195,18 +195,19 @@ def _compute_dkv(
                 else:
                     low, high = 0, num_full
                 for i in range(low, high):
-                    place = step % RING
-                    if MASKED or HIDES or HAS_SCORE_MODS or DROPOUT:  # asked for now, read when the scores are there
+                    place = step % NUM_STAGES
+                    # Asked for now, read when the scores are there.
+                    if MASKED or HAS_CALL_MASK or HAS_SCORE_MODS or DROPOUT:
                         other = gl.load(indices + begin + i // PER)
                     multiplicity = 1
                     if DILATED:
                         multiplicity = gl.load(rule_ids + begin + i // PER)
-                    mbarrier.wait(ready.index(place), step // RING & 1)
+                    mbarrier.wait(ready.index(place), step // NUM_STAGES & 1)
                     q, grad = q_buffers.index(place), g_buffers.index(place)
                     of_scores = warpgroup_mma(k, q.permute((1, 0)), nothing, use_acc=False, is_async=True)
                     of_dweights = warpgroup_mma(v, grad.permute((1, 0)), nothing, use_acc=False, is_async=True)
                     scores = warpgroup_mma_wait(1, deps=[of_scores])
-                    if FLIP:
+                    if NEGATIVE_SCALE:
                         scores = -scores
                     if HAS_SCORE_MODS or DROPOUT:
                         query = tokens_of(other, i, query_lane, walked, num_residues, BLOCK_Q, STREAM, DILATED)
@@ -234,13 +235,13 @@ def _compute_dkv(
                                 False,
                             )
                     weights = gl.exp2(scores * unit - gl.expand_dims(row_lse, 0))
-                    if MASKED or HIDES:  # noqa: SIM102
+                    if MASKED or HAS_CALL_MASK:  # noqa: SIM102
                         if begin < end:  # always so: see `hopper_forward`
                             query = tokens_of(other, i, query_lane, walked, num_residues, BLOCK_Q, STREAM, DILATED)
                             seen = pairs_seen(
                                 query, query, key, first, reach, begin + i // PER, turns_partial, end, sample,
                                 rule_ids, rules, documents, padding, document_ids, num_intervals, seq_q, seq_k,
-                                BOUNDED, MASKED, False, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS,
+                                BOUNDED, MASKED, False, HAS_RULE_IDS, ONE_INTERVAL, DOCUMENTS, PADDING, DOCUMENT_IDS,
                             )  # fmt: skip
                             weights = gl.where(seen, weights, 0.0)
                     dropped = weights
@@ -278,10 +279,10 @@ def _compute_dkv(
 @gluon.jit
 def _compute_dq(
     WHO: gl.constexpr, dq, lse, delta, buffers, barriers, masks, lists, numbers,
-    D: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, STREAM: gl.constexpr, RING: gl.constexpr,
-    FLIP: gl.constexpr, NAMED: gl.constexpr, SINGLE: gl.constexpr, DOCUMENTS: gl.constexpr, PADDING: gl.constexpr,
-    DOCUMENT_IDS: gl.constexpr, DILATED: gl.constexpr, SOFTCAP: gl.constexpr, ALIBI: gl.constexpr,
-    DROPOUT: gl.constexpr,
+    D: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, STREAM: gl.constexpr, NUM_STAGES: gl.constexpr,
+    NEGATIVE_SCALE: gl.constexpr, HAS_RULE_IDS: gl.constexpr, ONE_INTERVAL: gl.constexpr, DOCUMENTS: gl.constexpr,
+    PADDING: gl.constexpr, DOCUMENT_IDS: gl.constexpr, DILATED: gl.constexpr, SOFTCAP: gl.constexpr,
+    ALIBI: gl.constexpr, DROPOUT: gl.constexpr,
 ):  # fmt: skip
     q_buffers, g_buffers, k_buffers, v_buffers, lse_buffers, delta_buffers = buffers
     own_ready, own_empty, ready, empty = barriers
@@ -295,9 +296,9 @@ def _compute_dq(
     GRADS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, GRADS, 2)
     PER: gl.constexpr = BLOCK_K // STREAM
-    HIDES: gl.constexpr = PADDING or DOCUMENT_IDS
+    HAS_CALL_MASK: gl.constexpr = PADDING or DOCUMENT_IDS
     HAS_SCORE_MODS: gl.constexpr = SOFTCAP or ALIBI
-    BOUNDED: gl.constexpr = SINGLE and not (NAMED or HIDES)
+    BOUNDED: gl.constexpr = ONE_INTERVAL and not (HAS_RULE_IDS or HAS_CALL_MASK)
     dtype: gl.constexpr = q_buffers.dtype
     query_lane = gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
     key_lane = gl.arange(0, STREAM, gl.SliceLayout(0, SCORES))
@@ -336,18 +337,18 @@ def _compute_dq(
             else:
                 low, high = 0, num_full
             for i in range(low, high):
-                place = step % RING
-                if MASKED or HIDES or HAS_SCORE_MODS or DROPOUT:
+                place = step % NUM_STAGES
+                if MASKED or HAS_CALL_MASK or HAS_SCORE_MODS or DROPOUT:
                     other = gl.load(indices + start + i // PER)
                 multiplicity = 1
                 if DILATED:
                     multiplicity = gl.load(rule_ids + start + i // PER)
-                mbarrier.wait(ready.index(place), step // RING & 1)
+                mbarrier.wait(ready.index(place), step // NUM_STAGES & 1)
                 k, v = k_buffers.index(place), v_buffers.index(place)
                 of_scores = warpgroup_mma(q, k.permute((1, 0)), nothing, use_acc=False, is_async=True)
                 of_dweights = warpgroup_mma(grad, v.permute((1, 0)), nothing, use_acc=False, is_async=True)
                 scores = warpgroup_mma_wait(1, deps=[of_scores])
-                if FLIP:
+                if NEGATIVE_SCALE:
                     scores = -scores
                 if HAS_SCORE_MODS or DROPOUT:
                     key = tokens_of(other, i, key_lane, walked, num_residues, BLOCK_K, STREAM, DILATED)
@@ -364,13 +365,13 @@ def _compute_dq(
                             scores, multiplicity, query, key, which, branches, num_branches, seq_q, seq_k, unit, False
                         )
                 weights = gl.exp2(scores * unit - gl.expand_dims(lowered, 1))
-                if MASKED or HIDES:  # noqa: SIM102
+                if MASKED or HAS_CALL_MASK:  # noqa: SIM102
                     if start < stop:
                         key = tokens_of(other, i, key_lane, walked, num_residues, BLOCK_K, STREAM, DILATED)
                         seen = pairs_seen(
                             key, query, key, first, reach, start + i // PER, split, stop, sample,
                             rule_ids, rules, documents, padding, document_ids, num_intervals, seq_q, seq_k,
-                            BOUNDED, MASKED, False, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS,
+                            BOUNDED, MASKED, False, HAS_RULE_IDS, ONE_INTERVAL, DOCUMENTS, PADDING, DOCUMENT_IDS,
                         )  # fmt: skip
                         weights = gl.where(seen, weights, 0.0)
                 if SOFTCAP:
@@ -400,10 +401,10 @@ def backward_kernel(
     batch, heads, group, seq_q, seq_k, num_blocks, lists_a_sample, heads_a_list, num_intervals, num_branches,
     num_residues, total_tiles, tiles_per_head, first_tile, tile_order, walked, q_step, k_step, v_step, g_step,
     scale, scale_out, cap, threshold, keep_scale,
-    D: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, STREAM: gl.constexpr, RING: gl.constexpr,
-    FLIP: gl.constexpr, NAMED: gl.constexpr, SINGLE: gl.constexpr, DOCUMENTS: gl.constexpr, PADDING: gl.constexpr,
-    DOCUMENT_IDS: gl.constexpr, DILATED: gl.constexpr, SOFTCAP: gl.constexpr, ALIBI: gl.constexpr,
-    DROPOUT: gl.constexpr, OWN_LISTS: gl.constexpr, OF_KEYS: gl.constexpr,
+    D: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, STREAM: gl.constexpr, NUM_STAGES: gl.constexpr,
+    NEGATIVE_SCALE: gl.constexpr, HAS_RULE_IDS: gl.constexpr, ONE_INTERVAL: gl.constexpr, DOCUMENTS: gl.constexpr,
+    PADDING: gl.constexpr, DOCUMENT_IDS: gl.constexpr, DILATED: gl.constexpr, SOFTCAP: gl.constexpr,
+    ALIBI: gl.constexpr, DROPOUT: gl.constexpr, OWN_LISTS: gl.constexpr, OF_KEYS: gl.constexpr,
 ):  # fmt: skip
     """dk and dv (OF_KEYS; the lists are those by key) or dq.
 
@@ -413,17 +414,17 @@ def backward_kernel(
     STREAM_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([STREAM, D], q.dtype)
     own_buffers_a = gl.allocate_shared_memory(q.dtype, [2, ROWS, D], OWN_LAYOUT)
     own_buffers_b = gl.allocate_shared_memory(q.dtype, [2, ROWS, D], OWN_LAYOUT)
-    stream_buffers_a = gl.allocate_shared_memory(q.dtype, [RING, STREAM, D], STREAM_LAYOUT)
-    stream_buffers_b = gl.allocate_shared_memory(q.dtype, [RING, STREAM, D], STREAM_LAYOUT)
-    lse_buffers = gl.allocate_shared_memory(gl.float32, [RING, 1, STREAM], of_rows.layout)
-    delta_buffers = gl.allocate_shared_memory(gl.float32, [RING, 1, STREAM], of_rows.layout)
+    stream_buffers_a = gl.allocate_shared_memory(q.dtype, [NUM_STAGES, STREAM, D], STREAM_LAYOUT)
+    stream_buffers_b = gl.allocate_shared_memory(q.dtype, [NUM_STAGES, STREAM, D], STREAM_LAYOUT)
+    lse_buffers = gl.allocate_shared_memory(gl.float32, [NUM_STAGES, 1, STREAM], of_rows.layout)
+    delta_buffers = gl.allocate_shared_memory(gl.float32, [NUM_STAGES, 1, STREAM], of_rows.layout)
     own_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     own_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    ready = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
+    ready = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], mbarrier.MBarrierLayout())
     mbarrier.init(own_ready, count=1)
     mbarrier.init(own_empty, count=2)
-    for i in gl.static_range(RING):
+    for i in gl.static_range(NUM_STAGES):
         mbarrier.init(ready.index(i), count=1)
         mbarrier.init(empty.index(i), count=2)
     buffers = (own_buffers_a, own_buffers_b, stream_buffers_a, stream_buffers_b, lse_buffers, delta_buffers)
@@ -437,32 +438,34 @@ def backward_kernel(
     if OF_KEYS:
         gl.warp_specialize([
             (_compute_dkv, (
-                0, dk, dv, buffers, barriers, masks, lists, numbers, D, BLOCK_Q, BLOCK_K, STREAM, RING,
-                FLIP, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS, DILATED, SOFTCAP, ALIBI, DROPOUT,
-                OWN_LISTS,
+                0, dk, dv, buffers, barriers, masks, lists, numbers, D, BLOCK_Q, BLOCK_K, STREAM, NUM_STAGES,
+                NEGATIVE_SCALE, HAS_RULE_IDS, ONE_INTERVAL, DOCUMENTS, PADDING, DOCUMENT_IDS, DILATED, SOFTCAP, ALIBI,
+                DROPOUT, OWN_LISTS,
             )),
             (_compute_dkv, (
-                1, dk, dv, buffers, barriers, masks, lists, numbers, D, BLOCK_Q, BLOCK_K, STREAM, RING,
-                FLIP, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS, DILATED, SOFTCAP, ALIBI, DROPOUT,
-                OWN_LISTS,
+                1, dk, dv, buffers, barriers, masks, lists, numbers, D, BLOCK_Q, BLOCK_K, STREAM, NUM_STAGES,
+                NEGATIVE_SCALE, HAS_RULE_IDS, ONE_INTERVAL, DOCUMENTS, PADDING, DOCUMENT_IDS, DILATED, SOFTCAP, ALIBI,
+                DROPOUT, OWN_LISTS,
             )),
             (_fetch, (
                 k, v, q, grad, of_rows, buffers, barriers, lists, (k_step, v_step, q_step, g_step),
-                D, BLOCK_K, BLOCK_Q, STREAM, RING, OWN_LISTS, True, DILATED,
+                D, BLOCK_K, BLOCK_Q, STREAM, NUM_STAGES, OWN_LISTS, True, DILATED,
             )),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (_compute_dq, (
-                0, dq, lse, delta, buffers, barriers, masks, lists, numbers, D, BLOCK_Q, BLOCK_K, STREAM, RING,
-                FLIP, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS, DILATED, SOFTCAP, ALIBI, DROPOUT,
+                0, dq, lse, delta, buffers, barriers, masks, lists, numbers, D, BLOCK_Q, BLOCK_K, STREAM, NUM_STAGES,
+                NEGATIVE_SCALE, HAS_RULE_IDS, ONE_INTERVAL, DOCUMENTS, PADDING, DOCUMENT_IDS, DILATED, SOFTCAP, ALIBI,
+                DROPOUT,
             )),
             (_compute_dq, (
-                1, dq, lse, delta, buffers, barriers, masks, lists, numbers, D, BLOCK_Q, BLOCK_K, STREAM, RING,
-                FLIP, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS, DILATED, SOFTCAP, ALIBI, DROPOUT,
+                1, dq, lse, delta, buffers, barriers, masks, lists, numbers, D, BLOCK_Q, BLOCK_K, STREAM, NUM_STAGES,
+                NEGATIVE_SCALE, HAS_RULE_IDS, ONE_INTERVAL, DOCUMENTS, PADDING, DOCUMENT_IDS, DILATED, SOFTCAP, ALIBI,
+                DROPOUT,
             )),
             (_fetch, (
                 q, grad, k, v, of_rows, buffers, barriers, lists, (q_step, g_step, k_step, v_step),
-                D, BLOCK_Q, BLOCK_K, STREAM, RING, False, False, DILATED,
+                D, BLOCK_Q, BLOCK_K, STREAM, NUM_STAGES, False, False, DILATED,
             )),
         ], [4, 1], [240, 24])  # fmt: skip

@@ -141,7 +141,7 @@ def tile_of(
 @gluon.jit
 def _fetch(
     q, k, v, buffers, barriers, lists, D: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr,
-    TILE_K: gl.constexpr, Q_RING: gl.constexpr, KV_RING: gl.constexpr, DILATED: gl.constexpr,
+    TILE_K: gl.constexpr, Q_STAGES: gl.constexpr, KV_STAGES: gl.constexpr, DILATED: gl.constexpr,
 ):  # fmt: skip
     q_buffers, k_buffers, v_buffers = buffers
     q_ready, q_empty, k_ready, k_empty, v_ready, v_empty = barriers
@@ -158,8 +158,8 @@ def _fetch(
         next_sample, next_head, next_residue, next_query, _, next_start, _, next_stop = tile_of(
             turn + 1, schedule, work, heads, num_blocks, num_residues, lists_a_sample, heads_a_list, 1, BLOCK_Q, DILATED
         )
-        place = turn % Q_RING
-        mbarrier.wait(q_empty.index(place), (turn // Q_RING & 1) ^ 1)
+        place = turn % Q_STAGES
+        mbarrier.wait(q_empty.index(place), (turn // Q_STAGES & 1) ^ 1)
         mbarrier.expect(q_ready.index(place), TILE * D * BYTES)
         for half in gl.static_range(2):
             buffer = q_buffers.index(2 * place + half)
@@ -173,7 +173,7 @@ def _fetch(
             next_block = gl.load(indices + entry, mask=entry < gl.where(ends, next_stop, stop), other=0)
             key_residue, row = split_residue(block, walked, DILATED)
             row = row * BLOCK_K + i % PER * TILE_K
-            place, phase = step % KV_RING, step // KV_RING & 1
+            place, phase = step % KV_STAGES, step // KV_STAGES & 1
             mbarrier.wait(k_empty.index(place), phase ^ 1)
             mbarrier.expect(k_ready.index(place), TILE_K * D * BYTES)
             at = [sample, row, column + key_residue * k_step]
@@ -209,8 +209,8 @@ def hand_over(WHO: gl.constexpr):
 def _compute(
     WHO: gl.constexpr, out, lse, buffers, barriers, masks, lists, numbers,
     D: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, TILE_K: gl.constexpr,
-    Q_RING: gl.constexpr, KV_RING: gl.constexpr, FLIP: gl.constexpr,
-    NAMED: gl.constexpr, SINGLE: gl.constexpr, DOCUMENTS: gl.constexpr, PADDING: gl.constexpr,
+    Q_STAGES: gl.constexpr, KV_STAGES: gl.constexpr, NEGATIVE_SCALE: gl.constexpr,
+    HAS_RULE_IDS: gl.constexpr, ONE_INTERVAL: gl.constexpr, DOCUMENTS: gl.constexpr, PADDING: gl.constexpr,
     DOCUMENT_IDS: gl.constexpr, DILATED: gl.constexpr, SOFTCAP: gl.constexpr, ALIBI: gl.constexpr,
     DROPOUT: gl.constexpr,
 ):  # fmt: skip
@@ -223,9 +223,10 @@ def _compute(
     MIXED: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, MIXED, 2)
     PER: gl.constexpr = BLOCK_K // TILE_K
-    HIDES: gl.constexpr = PADDING or DOCUMENT_IDS
+    HAS_CALL_MASK: gl.constexpr = PADDING or DOCUMENT_IDS
     HAS_SCORE_MODS: gl.constexpr = SOFTCAP or ALIBI
-    BOUNDED: gl.constexpr = SINGLE and not NAMED  # a query sees `reach` keys after `first` too, whatever the block
+    # A query sees the keys from `first` to `reach` behind it, whatever the block.
+    BOUNDED: gl.constexpr = ONE_INTERVAL and not HAS_RULE_IDS
     dtype: gl.constexpr = q_buffers.dtype
     # As what weights wait for their turn: ptxas keeps rounded ones with their pairs the wrong way round, and to turn
     # them takes 32 instructions a block. Large heads leave no registers for more.
@@ -250,7 +251,7 @@ def _compute(
         next_sample, next_head, next_residue, next_query, _, next_start, next_split, next_stop = tile_of(
             turn + 1, schedule, work, heads, num_blocks, num_residues, lists_a_sample, heads_a_list, 1, BLOCK_Q, DILATED
         )
-        q = q_buffers.index(turn % Q_RING * 2 + WHO)
+        q = q_buffers.index(turn % Q_STAGES * 2 + WHO)
         row = token_of(query_from + WHO * ROWS + lane, residue, num_residues, DILATED)
         query = gl.expand_dims(row, 1)
         which = list_of(sample, head, lists_a_sample, heads_a_list)
@@ -275,8 +276,8 @@ def _compute(
             multiplicity = gl.load(rule_ids + start, mask=start < stop, other=1)
             log_m = log_multiplicity(multiplicity, False)
         scores = warpgroup_mma_wait(0, deps=[pending])
-        mbarrier.arrive(k_empty.index(step % KV_RING), count=1)
-        if FLIP:
+        mbarrier.arrive(k_empty.index(step % KV_STAGES), count=1)
+        if NEGATIVE_SCALE:
             scores = -scores
         if HAS_SCORE_MODS or DROPOUT:
             key = tokens_of(block, 0, key_lane, walked, num_residues, BLOCK_K, TILE_K, DILATED)
@@ -284,12 +285,12 @@ def _compute(
             scores = apply_score_mods(
                 scores * scale, ahead_of(query, key, origin, seq_q, seq_k), slope, cap, SOFTCAP, ALIBI, False
             )[0]
-        if HIDES or num_full == 0:
+        if HAS_CALL_MASK or num_full == 0:
             key = tokens_of(block, 0, key_lane, walked, num_residues, BLOCK_K, TILE_K, DILATED)
             scores = _hide(
                 scores, query, first, reach, key, start, split, stop, sample, which, multiplicity, unit,
                 rule_ids, rules, documents, branches, padding, document_ids, num_intervals, num_branches, seq_q, seq_k,
-                True, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS, DILATED,
+                True, HAS_RULE_IDS, ONE_INTERVAL, DOCUMENTS, PADDING, DOCUMENT_IDS, DILATED,
             )  # fmt: skip
         top = row_max(scores) * unit
         base = gl.where(top == float("-inf"), 0.0, top)
@@ -300,34 +301,34 @@ def _compute(
         weights = weights.to(KEPT)
         if turn > 0:  # by now the tile before has left its buffer
             tma.store_wait(0)
-            mbarrier.arrive(q_empty.index((turn - 1) % Q_RING), count=1)
+            mbarrier.arrive(q_empty.index((turn - 1) % Q_STAGES), count=1)
         mixed = gl.zeros([ROWS, D], gl.float32, MIXED)
         for MASKED in gl.static_range(2):
             if MASKED:
                 begin, end = gl.maximum(num_full, 1), num
                 # The same queries, by an address that does not look the same (no list ends before it starts): else
                 # ptxas reads here what it has computed before the loop over full blocks, even where there are none.
-                q = q_buffers.index(turn % Q_RING * 2 + WHO + (start > stop).to(gl.int32))
+                q = q_buffers.index(turn % Q_STAGES * 2 + WHO + (start > stop).to(gl.int32))
             else:
                 begin, end = 1, num_full
             for i in range(begin, end):
                 here, before = step + i, step + i - 1
-                if MASKED or HIDES or ALIBI or DROPOUT:  # asked for now, read when the scores are there
+                if MASKED or HAS_CALL_MASK or ALIBI or DROPOUT:  # asked for now, read when the scores are there
                     block = gl.load(indices + start + i // PER)
                 if DILATED:
                     multiplicity = gl.load(rule_ids + start + i // PER)
-                place, place_before = here % KV_RING, before % KV_RING
-                mbarrier.wait(k_ready.index(place), here // KV_RING & 1)
+                place, place_before = here % KV_STAGES, before % KV_STAGES
+                mbarrier.wait(k_ready.index(place), here // KV_STAGES & 1)
                 take_turn(WHO)
                 of_scores = warpgroup_mma(
                     q, k_buffers.index(place).permute((1, 0)), no_scores, use_acc=False, is_async=True
                 )
                 operand = gl.convert_layout(weights.to(dtype), WEIGHTS)
-                mbarrier.wait(v_ready.index(place_before), before // KV_RING & 1)
+                mbarrier.wait(v_ready.index(place_before), before // KV_STAGES & 1)
                 of_mixed = warpgroup_mma(operand, v_buffers.index(place_before), mixed, is_async=True)
                 hand_over(WHO)
                 scores = warpgroup_mma_wait(1, deps=[of_scores])
-                if FLIP:
+                if NEGATIVE_SCALE:
                     scores = -scores
                 if HAS_SCORE_MODS or DROPOUT:
                     key = tokens_of(block, i, key_lane, walked, num_residues, BLOCK_K, TILE_K, DILATED)
@@ -335,7 +336,7 @@ def _compute(
                     scores = apply_score_mods(
                         scores * scale, ahead_of(query, key, origin, seq_q, seq_k), slope, cap, SOFTCAP, ALIBI, False
                     )[0]
-                if MASKED or HIDES:  # noqa: SIM102
+                if MASKED or HAS_CALL_MASK:  # noqa: SIM102
                     # Always so; but what is behind a branch is not computed early, to be kept until it is needed.
                     if start < stop:
                         key = tokens_of(block, i, key_lane, walked, num_residues, BLOCK_K, TILE_K, DILATED)
@@ -343,11 +344,11 @@ def _compute(
                             scores, query, first, reach, key, start + i // PER, split, stop, sample, which,
                             multiplicity, unit, rule_ids, rules, documents, branches, padding, document_ids,
                             num_intervals, num_branches, seq_q, seq_k,
-                            not MASKED, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS, DILATED,
+                            not MASKED, HAS_RULE_IDS, ONE_INTERVAL, DOCUMENTS, PADDING, DOCUMENT_IDS, DILATED,
                         )  # fmt: skip
                 new_top = gl.maximum(top, row_max(scores) * unit)
                 base = new_top
-                if MASKED or HIDES:
+                if MASKED or HAS_CALL_MASK:
                     base = gl.where(new_top == float("-inf"), 0.0, new_top)
                 shrink = gl.exp2(top - base)
                 if DILATED:
@@ -368,21 +369,21 @@ def _compute(
         last = step + num - 1
         step += num
         operand = gl.convert_layout(weights.to(dtype), WEIGHTS)
-        mbarrier.wait(v_ready.index(last % KV_RING), last // KV_RING & 1)
+        mbarrier.wait(v_ready.index(last % KV_STAGES), last // KV_STAGES & 1)
         take_turn(WHO)
-        of_mixed = warpgroup_mma(operand, v_buffers.index(last % KV_RING), mixed, is_async=True)
+        of_mixed = warpgroup_mma(operand, v_buffers.index(last % KV_STAGES), mixed, is_async=True)
         next_turn = turn + 1
         if next_turn < turns:
-            mbarrier.wait(q_ready.index(next_turn % Q_RING), next_turn // Q_RING & 1)
-            mbarrier.wait(k_ready.index(step % KV_RING), step // KV_RING & 1)
+            mbarrier.wait(q_ready.index(next_turn % Q_STAGES), next_turn // Q_STAGES & 1)
+            mbarrier.wait(k_ready.index(step % KV_STAGES), step // KV_STAGES & 1)
         # After the last tile this multiplies what is left in the buffers, and nobody reads the result.
         pending = warpgroup_mma(
-            q_buffers.index(next_turn % Q_RING * 2 + WHO), k_buffers.index(step % KV_RING).permute((1, 0)), no_scores,
-            use_acc=False, is_async=True,
+            q_buffers.index(next_turn % Q_STAGES * 2 + WHO), k_buffers.index(step % KV_STAGES).permute((1, 0)),
+            no_scores, use_acc=False, is_async=True,
         )  # fmt: skip
         hand_over(WHO)
         mixed = warpgroup_mma_wait(1, deps=[of_mixed])
-        mbarrier.arrive(v_empty.index(last % KV_RING), count=1)
+        mbarrier.arrive(v_empty.index(last % KV_STAGES), count=1)
 
         empty = sums == 0.0
         inverse = 1.0 / gl.where(empty, 1.0, sums)
@@ -390,8 +391,8 @@ def _compute(
         q.store(mixed.to(dtype))  # these queries have served; no other warpgroup reads them
         fence_async_shared()
         store_block(out, [sample, query_from + WHO * ROWS, (residue * heads + head) * D], as_block(q, out))
-        natural = gl.where(empty, float("-inf"), (top + gl.log2(sums)) * 0.6931471805599453)
-        gl.store(lse + (sample.to(gl.int64) * heads + head) * seq_q + row, natural, mask=row < seq_q)
+        row_lse = gl.where(empty, float("-inf"), (top + gl.log2(sums)) * 0.6931471805599453)
+        gl.store(lse + (sample.to(gl.int64) * heads + head) * seq_q + row, row_lse, mask=row < seq_q)
         sample, head, residue, query_from = next_sample, next_head, next_residue, next_query
         start, split, stop = next_start, next_split, next_stop
     if WHO == 0:
@@ -417,8 +418,8 @@ def within(x, first, reach):
 def pairs_seen(
     x, query, key, first, reach, entry, split, stop, sample,
     rule_ids, rules, documents, padding, document_ids, num_intervals, seq_q, seq_k,
-    BOUNDED: gl.constexpr, MASKED: gl.constexpr, ANY: gl.constexpr, NAMED: gl.constexpr, SINGLE: gl.constexpr,
-    DOCUMENTS: gl.constexpr, PADDING: gl.constexpr, DOCUMENT_IDS: gl.constexpr,
+    BOUNDED: gl.constexpr, MASKED: gl.constexpr, ANY: gl.constexpr, HAS_RULE_IDS: gl.constexpr,
+    ONE_INTERVAL: gl.constexpr, DOCUMENTS: gl.constexpr, PADDING: gl.constexpr, DOCUMENT_IDS: gl.constexpr,
 ):  # fmt: skip
     """The pairs that are allowed: where BOUNDED, those with `x`, the walked side, `within` the bounds of the other."""
     if BOUNDED:
@@ -427,7 +428,7 @@ def pairs_seen(
         seen = pairs_allowed(
             query, key, entry, split, stop, sample,
             rule_ids, rules, documents, padding, document_ids, num_intervals, seq_q, seq_k,
-            MASKED, ANY, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS,
+            MASKED, ANY, HAS_RULE_IDS, ONE_INTERVAL, DOCUMENTS, PADDING, DOCUMENT_IDS,
         )  # fmt: skip
     return seen
 
@@ -454,15 +455,15 @@ def tokens_of(block, i, lane, walked, num_residues, BLOCK: gl.constexpr, TILE: g
 def _hide(
     scores, query, first, reach, key, entry, split, stop, sample, which, multiplicity, scale,
     rule_ids, rules, documents, branches, padding, document_ids, num_intervals, num_branches, seq_q, seq_k,
-    ANY: gl.constexpr, NAMED: gl.constexpr, SINGLE: gl.constexpr, DOCUMENTS: gl.constexpr, PADDING: gl.constexpr,
-    DOCUMENT_IDS: gl.constexpr, DILATED: gl.constexpr,
+    ANY: gl.constexpr, HAS_RULE_IDS: gl.constexpr, ONE_INTERVAL: gl.constexpr, DOCUMENTS: gl.constexpr,
+    PADDING: gl.constexpr, DOCUMENT_IDS: gl.constexpr, DILATED: gl.constexpr,
 ):  # fmt: skip
     """Scores with −inf where a pair is not allowed. The block is partial, or ANY: full, partial, not there at all."""
-    BOUNDED: gl.constexpr = SINGLE and not (NAMED or ANY or PADDING or DOCUMENT_IDS)
+    BOUNDED: gl.constexpr = ONE_INTERVAL and not (HAS_RULE_IDS or ANY or PADDING or DOCUMENT_IDS)
     seen = pairs_seen(
         key, query, key, first, reach, entry, split, stop, sample,
         rule_ids, rules, documents, padding, document_ids, num_intervals, seq_q, seq_k,
-        BOUNDED, True, ANY, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS,
+        BOUNDED, True, ANY, HAS_RULE_IDS, ONE_INTERVAL, DOCUMENTS, PADDING, DOCUMENT_IDS,
     )  # fmt: skip
     scores = gl.where(seen, scores, float("-inf"))
     if DILATED == 2:
@@ -486,8 +487,8 @@ def forward_kernel(
     total_tiles, tiles_per_head, first_tile, tile_order, walked, q_step, k_step, v_step,
     scale, cap, threshold, keep_scale,
     D: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, TILE_K: gl.constexpr,
-    Q_RING: gl.constexpr, KV_RING: gl.constexpr, FLIP: gl.constexpr,
-    NAMED: gl.constexpr, SINGLE: gl.constexpr, DOCUMENTS: gl.constexpr, PADDING: gl.constexpr,
+    Q_STAGES: gl.constexpr, KV_STAGES: gl.constexpr, NEGATIVE_SCALE: gl.constexpr,
+    HAS_RULE_IDS: gl.constexpr, ONE_INTERVAL: gl.constexpr, DOCUMENTS: gl.constexpr, PADDING: gl.constexpr,
     DOCUMENT_IDS: gl.constexpr, DILATED: gl.constexpr, SOFTCAP: gl.constexpr, ALIBI: gl.constexpr,
     DROPOUT: gl.constexpr,
 ):  # fmt: skip
@@ -495,19 +496,19 @@ def forward_kernel(
     is the number of key blocks of a residue class, and steps lead from one class to the next."""
     ROW_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], q.dtype)
     KEY_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE_K, D], q.dtype)
-    q_buffers = gl.allocate_shared_memory(q.dtype, [2 * Q_RING, ROWS, D], ROW_LAYOUT)
-    k_buffers = gl.allocate_shared_memory(q.dtype, [KV_RING, TILE_K, D], KEY_LAYOUT)
-    v_buffers = gl.allocate_shared_memory(q.dtype, [KV_RING, TILE_K, D], KEY_LAYOUT)
-    q_ready = gl.allocate_shared_memory(gl.int64, [Q_RING, 1], mbarrier.MBarrierLayout())
-    q_empty = gl.allocate_shared_memory(gl.int64, [Q_RING, 1], mbarrier.MBarrierLayout())
-    k_ready = gl.allocate_shared_memory(gl.int64, [KV_RING, 1], mbarrier.MBarrierLayout())
-    k_empty = gl.allocate_shared_memory(gl.int64, [KV_RING, 1], mbarrier.MBarrierLayout())
-    v_ready = gl.allocate_shared_memory(gl.int64, [KV_RING, 1], mbarrier.MBarrierLayout())
-    v_empty = gl.allocate_shared_memory(gl.int64, [KV_RING, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(Q_RING):
+    q_buffers = gl.allocate_shared_memory(q.dtype, [2 * Q_STAGES, ROWS, D], ROW_LAYOUT)
+    k_buffers = gl.allocate_shared_memory(q.dtype, [KV_STAGES, TILE_K, D], KEY_LAYOUT)
+    v_buffers = gl.allocate_shared_memory(q.dtype, [KV_STAGES, TILE_K, D], KEY_LAYOUT)
+    q_ready = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], mbarrier.MBarrierLayout())
+    k_ready = gl.allocate_shared_memory(gl.int64, [KV_STAGES, 1], mbarrier.MBarrierLayout())
+    k_empty = gl.allocate_shared_memory(gl.int64, [KV_STAGES, 1], mbarrier.MBarrierLayout())
+    v_ready = gl.allocate_shared_memory(gl.int64, [KV_STAGES, 1], mbarrier.MBarrierLayout())
+    v_empty = gl.allocate_shared_memory(gl.int64, [KV_STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(Q_STAGES):
         mbarrier.init(q_ready.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=2)
-    for i in gl.static_range(KV_RING):
+    for i in gl.static_range(KV_STAGES):
         mbarrier.init(k_ready.index(i), count=1)
         mbarrier.init(k_empty.index(i), count=2)
         mbarrier.init(v_ready.index(i), count=1)
@@ -523,12 +524,14 @@ def forward_kernel(
     numbers = (seq_q, seq_k, num_intervals, num_branches, scale, cap, threshold, keep_scale)
     gl.warp_specialize([
         (_compute, (
-            0, out, lse, buffers, barriers, masks, lists, numbers, D, BLOCK_Q, BLOCK_K, TILE_K, Q_RING, KV_RING,
-            FLIP, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS, DILATED, SOFTCAP, ALIBI, DROPOUT,
+            0, out, lse, buffers, barriers, masks, lists, numbers, D, BLOCK_Q, BLOCK_K, TILE_K, Q_STAGES, KV_STAGES,
+            NEGATIVE_SCALE, HAS_RULE_IDS, ONE_INTERVAL, DOCUMENTS, PADDING, DOCUMENT_IDS, DILATED, SOFTCAP, ALIBI,
+            DROPOUT,
         )),
         (_compute, (
-            1, out, lse, buffers, barriers, masks, lists, numbers, D, BLOCK_Q, BLOCK_K, TILE_K, Q_RING, KV_RING,
-            FLIP, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS, DILATED, SOFTCAP, ALIBI, DROPOUT,
+            1, out, lse, buffers, barriers, masks, lists, numbers, D, BLOCK_Q, BLOCK_K, TILE_K, Q_STAGES, KV_STAGES,
+            NEGATIVE_SCALE, HAS_RULE_IDS, ONE_INTERVAL, DOCUMENTS, PADDING, DOCUMENT_IDS, DILATED, SOFTCAP, ALIBI,
+            DROPOUT,
         )),
-        (_fetch, (q, k, v, buffers, barriers, lists, D, BLOCK_Q, BLOCK_K, TILE_K, Q_RING, KV_RING, DILATED)),
+        (_fetch, (q, k, v, buffers, barriers, lists, D, BLOCK_Q, BLOCK_K, TILE_K, Q_STAGES, KV_STAGES, DILATED)),
     ], [4, 1], [240, 24])  # fmt: skip

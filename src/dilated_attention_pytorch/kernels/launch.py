@@ -163,8 +163,8 @@ class Call:
             layout.branches.shape[1],
             layout.num_residues,
         )
-        natural = q.dtype == torch.float32  # else scores are in units of log2
-        per_unit = 1.0 if natural else math.log2(math.e)
+        base_e = q.dtype == torch.float32  # else scores are in units of log2
+        per_unit = 1.0 if base_e else math.log2(math.e)
         self.cap = softcap * per_unit
         self.slopes = nothing if slopes is None else slopes * per_unit
         # A scale of 0 would make NaN of −inf; this small one leaves the scores 0 all the same.
@@ -175,9 +175,9 @@ class Call:
             "PADDED_D": self.padded,
             "BLOCK_Q": layout.block_q,
             "BLOCK_K": layout.block_k,
-            "FLIP": scale < 0,
-            "NAMED": layout.by_query.rule_ids.numel() > 0 and not layout.dilated,
-            "SINGLE": layout.rules.shape[1] == 1,
+            "NEGATIVE_SCALE": scale < 0,
+            "HAS_RULE_IDS": layout.by_query.rule_ids.numel() > 0 and not layout.dilated,
+            "ONE_INTERVAL": layout.rules.shape[1] == 1,
             "DOCUMENTS": layout.documents.numel() > 0,
             "PADDING": key_padding_mask is not None,
             "DOCUMENT_IDS": 0 if document_ids is None else 1 + (document_ids.shape[1] > layout.seq_k),
@@ -185,7 +185,7 @@ class Call:
             "DILATED": int(layout.dilated) + int(layout.has_mixed_blocks),
             "SOFTCAP": cap_kind(softcap),
             "ALIBI": slopes is not None,
-            "NATURAL": natural,
+            "BASE_E": base_e,
             "PRECISION": precision_of(q.dtype),
         }
 
@@ -222,7 +222,7 @@ class Call:
             rows_kernel, (padded_q // tile * self.batch * self.heads,),
             (out, do, lse if dlse is None else dlse, lse, *of_rows[1:]),
             (*do.stride()[:3], self.heads, self.seq_q, padded_q, layout.num_residues),
-            D=self.head_dim, PADDED_D=self.padded, TILE=tile, NATURAL=self.flags["NATURAL"],
+            D=self.head_dim, PADDED_D=self.padded, TILE=tile, BASE_E=self.flags["BASE_E"],
             DLSE=dlse is not None,
         )  # fmt: skip
         if self._on_hopper(layout.block_k, layout.block_q, q, k, v, do):
@@ -283,7 +283,7 @@ class Call:
 
     def _hopper_forward(self, out: Tensor, lse: Tensor) -> None:
         layout = self.layout
-        tile_k, q_ring, kv_ring = HOPPER_FORWARD[self.head_dim]
+        tile_k, q_stages, kv_stages = HOPPER_FORWARD[self.head_dim]
         tile_k = min(tile_k, layout.block_k)
         described = self._described((self.q, self.k, self.v, out), (64, tile_k, tile_k, 64))
         for programs, schedule in self._schedules(layout.num_q_blocks, layout.block_q // 128, self.heads):
@@ -293,15 +293,15 @@ class Call:
                 (*self.sizes, layout.num_q_blocks, *self.list_sizes, *schedule,
                  layout.num_k_blocks // layout.num_residues, *(x.stride(1) for x in (self.q, self.k, self.v)),
                  self.units, self.cap, *self.dropout),
-                **self._hopper_flags(), TILE_K=tile_k, Q_RING=q_ring, KV_RING=kv_ring,
+                **self._hopper_flags(), TILE_K=tile_k, Q_STAGES=q_stages, KV_STAGES=kv_stages,
                 num_warps=4, maxnreg=168,
             )  # fmt: skip
 
     def _hopper_backward(self, do: Tensor, of_rows: Rows, dq: Tensor, dk: Tensor, dv: Tensor, *, of_keys: bool) -> None:
         layout = self.layout
-        stream, ring = HOPPER_BACKWARD[self.head_dim]
+        stream, num_stages = HOPPER_BACKWARD[self.head_dim]
         if of_keys and (self.flags["SOFTCAP"] or self.flags["ALIBI"] or self.flags["DROPOUT"]):
-            stream, ring = HOPPER_DKV_NARROW
+            stream, num_stages = HOPPER_DKV_NARROW
         stream = min(stream, layout.block_q if of_keys else layout.block_k)
         if of_keys:
             lists, work = layout.by_key, layout.key_work
@@ -321,7 +321,7 @@ class Call:
                 (*described, *of_rows[1:], dq, dk, dv, *lists.tensors(), work, *self.masks, self.slopes),
                 (self.batch, *self.sizes, num_blocks, *self.list_sizes, *schedule, walked // layout.num_residues,
                  *(x.stride(1) for x in inputs), self.units, self.scale, self.cap, *self.dropout),
-                **self._hopper_flags(), STREAM=stream, RING=ring, OWN_LISTS=self.own_lists, OF_KEYS=of_keys,
+                **self._hopper_flags(), STREAM=stream, NUM_STAGES=num_stages, OWN_LISTS=self.own_lists, OF_KEYS=of_keys,
                 num_warps=4, maxnreg=168,
             )  # fmt: skip
 
@@ -335,7 +335,7 @@ class Call:
         return [hopper_forward.describe(x, num, self.layout.num_residues) for x, num in zip(tensors, rows, strict=True)]
 
     def _hopper_flags(self) -> dict[str, Any]:
-        unknown = ("PADDED_D", "PRECISION", "NATURAL")
+        unknown = ("PADDED_D", "PRECISION", "BASE_E")
         return {name: value for name, value in self.flags.items() if name not in unknown}
 
     def _by_query(self) -> list[Tensor]:
