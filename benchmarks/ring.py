@@ -155,7 +155,7 @@ def least_keys_of_branches(branches: Branches, tokens: int, placement: Placement
     """Token by token, then rounded up to the blocks of a class in which keys travel."""
     from dilated_attention_pytorch.layout.branches import cheapest_blocks
 
-    block, classes = cheapest_blocks(branches, tokens, cut=placement.cut or None)
+    block, num_residues = cheapest_blocks(branches, tokens, cut=placement.cut or None)
     position = torch.arange(tokens)
     owner = placement.owner(position // BLOCK)
     needed = 0
@@ -167,11 +167,11 @@ def least_keys_of_branches(branches: Branches, tokens: int, placement: Placement
                 keys = kept[kept // w == start]
                 for asker in torch.unique(owner[keys]).tolist():
                     remote = keys[owner[keys] != asker]
-                    unit = remote // (block * classes) * classes + remote % classes
+                    unit = remote // (block * num_residues) * num_residues + remote % num_residues
                     wanted |= {(asker, code) for code in torch.unique(unit).tolist()}
         code = torch.tensor(sorted(code for _, code in wanted))
-        start = code // classes * classes * block + code % classes
-        needed += int(((tokens - start + classes - 1) // classes).clamp(max=block).sum())
+        start = code // num_residues * num_residues * block + code % num_residues
+        needed += int(((tokens - start + num_residues - 1) // num_residues).clamp(max=block).sum())
     return needed
 
 

@@ -63,7 +63,7 @@ class Problem:
 
     def plain(self, kernel: str, config: Config) -> Run:
         """That kernel alone, with these tiles."""
-        call = launch.Call(self.q, self.k, self.v, self.layout, **self.extras._asdict())
+        call = launch.Call(self.q, self.k, self.v, self.layout, self.extras)
         call.hopper = False
         call.configs = call.configs._replace(**{kernel: config})
         if kernel == "forward":
@@ -79,7 +79,7 @@ class Problem:
 
     def hopper(self, kernel: str, settings: tuple[Any, ...]) -> Run:
         """The warp-specialised forward, or both backward walks, with these settings."""
-        call = launch.Call(self.q, self.k, self.v, self.layout, **self.extras._asdict())
+        call = launch.Call(self.q, self.k, self.v, self.layout, self.extras)
         if not call.hopper:  # the plain kernels would run in their place
             raise GateError("the warp-specialised kernels cannot run on this GPU")
         table = {call.head_dim: settings}

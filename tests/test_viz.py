@@ -111,7 +111,7 @@ def test_a_cell_is_full_or_empty_only_where_all_of_it_is(pattern, most):
 @pytest.mark.parametrize("most", [9, 25, 97])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_dilated_attention_is_drawn_in_the_order_of_the_tokens(is_causal, most):
-    layout = layout_of_branches(Branches((8, 20, 50), (1, 2, 4)), 97, num_heads=4, is_causal=is_causal, classes=4)
+    layout = layout_of_branches(Branches((8, 20, 50), (1, 2, 4)), 97, num_heads=4, is_causal=is_causal, num_residues=4)
     for head, counts in enumerate(layout.to_dense()):
         cells, (height, width), _ = picture(layout, most, head=head)
         assert cells.tolist() == states_of(counts > 0, height, width)
@@ -121,7 +121,7 @@ def test_the_first_tokens_alone():
     layout = BlockLayout.from_pattern(SlidingWindow(40, 21), 224, block_size=16)
     cells, (height, width), _ = picture(layout, 4, tokens=120)
     assert cells.tolist() == states_of(layout.to_dense()[:128, :128], height, width)
-    dilated = layout_of_branches(Branches((8, 20), (1, 2)), 97, num_heads=2, classes=2)
+    dilated = layout_of_branches(Branches((8, 20), (1, 2)), 97, num_heads=2, num_residues=2)
     cells, (height, width), _ = picture(dilated, 9, head=1, tokens=33)
     assert cells.tolist() == states_of(dilated.to_dense()[1, :33, :33] > 0, height, width)
     assert picture(layout, 4, tokens=1000).cells.equal(picture(layout, 4).cells)

@@ -157,22 +157,22 @@ def test_the_same_bits_every_time():
 @pytest.mark.parametrize("name", ["window and global", "documents", "per head", "branches"])
 def test_long_calls_are_several_launches(name, head_dim, monkeypatch):
     """As if 800 tokens were many: a launch of each kernel for every two blocks, done once, again, and replayed."""
-    from dilated_attention_pytorch.kernels import dealing, launch
+    from dilated_attention_pytorch.kernels import launch, tile_scheduler
     from dilated_attention_pytorch.layout import lists
 
-    monkeypatch.setattr(dealing, "LEAST_TURNS", 1)
+    monkeypatch.setattr(tile_scheduler, "MIN_TURNS", 1)
     monkeypatch.setattr(lists, "NEAR", 2)
     monkeypatch.setattr(launch, "num_processors", lambda device: 4)
-    dealing.deals.cache_clear()
+    tile_scheduler.tile_schedules.cache_clear()
     if name == "branches":
         q, k, v, do = torch.randn(4, 1, 2816, 4, head_dim, device="cuda", dtype=torch.bfloat16)
         case = Case(q, k, v, Branches((512, 1408), (1, 2)), do, torch.randn(1, 4, 2816, device="cuda"), is_causal=True)
     else:
         case = make_case(PATTERNS[name], 3, torch.bfloat16, head_dim, 128)
-    assert len(dealing.deals(7, 2, 4, 4)) == 3
+    assert len(tile_scheduler.tile_schedules(7, 2, 4, 4)) == 3
     for _ in range(3):
         assert_exact(case, "triton")
-    dealing.deals.cache_clear()
+    tile_scheduler.tile_schedules.cache_clear()
 
 
 def random_pattern(chance, seq):
@@ -271,7 +271,7 @@ def test_no_new_kernel_for_a_new_length_or_layout(block):
 
 @pytest.mark.parametrize(("block", "head_dim"), [(128, 64), (128, 128), (32, 64), (64, 80)])
 def test_a_call_like_one_before_is_done_again_with_its_own_tensors(block, head_dim, monkeypatch):
-    from dilated_attention_pytorch.kernels import binding
+    from dilated_attention_pytorch.kernels import launcher
 
     def layout():
         return BlockLayout.from_pattern(SlidingWindow(200, 30), 1024, block_size=block, device="cuda")
@@ -281,8 +281,8 @@ def test_a_call_like_one_before_is_done_again_with_its_own_tensors(block, head_d
         out = block_sparse_attention(*leaves, layout)
         return out.detach(), *torch.autograd.grad(out, leaves, tensors[3])
 
-    replays, original = [], binding.Replay.__call__
-    monkeypatch.setattr(binding.Replay, "__call__", lambda self, x: (replays.append(self), original(self, x))[1])
+    replays, original = [], launcher.Replay.__call__
+    monkeypatch.setattr(launcher.Replay, "__call__", lambda self, x: (replays.append(self), original(self, x))[1])
     same = layout()
     for seed in range(4):
         torch.manual_seed(seed)
@@ -313,13 +313,13 @@ def test_the_shortest_way_gives_the_same(by):
 
 
 def test_direct_launches_are_used_where_triton_is_known():
-    from dilated_attention_pytorch.kernels import binding
+    from dilated_attention_pytorch.kernels import launcher
 
     (q, k, v), layout = window_case()
     for _ in range(3):
         block_sparse_attention(q, k, v, layout)
-    (replay,) = [note for note in layout.notes.values() if isinstance(note, binding.Replay)]
-    known = getattr(binding.driver, "_BASE_ARGS_FORMAT", None) == binding._KNOWN_LAUNCHER
+    (replay,) = [note for note in layout.notes.values() if isinstance(note, launcher.Replay)]
+    known = getattr(launcher.driver, "_BASE_ARGS_FORMAT", None) == launcher._KNOWN_LAUNCHER
     assert (replay._direct is not None) == known
 
 

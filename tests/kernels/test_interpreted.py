@@ -136,7 +136,7 @@ def test_the_precision_of_products_follows_pytorch():
         for dtype, precision in ((torch.float32, "tf32"), (torch.float16, "tf32x3")):
             q, k, v = (x.to(dtype) for x in (case.q, case.k, case.v))
             block_sparse_attention(q, k, v, case.layout, backend="triton")
-            call = launch.Call(q, k, v, case.layout, 1.0, None, None, 0.0, None, 0.0, None)
+            call = launch.Call(q, k, v, case.layout, CallOptions(1.0))
             assert call.flags["PRECISION"] == precision
     finally:
         matmul.fp32_precision = before

@@ -302,11 +302,11 @@ def test_rows_near_each_other_stay_together_in_long_lists(monkeypatch):
     work = BlockLayout.from_block_mask(mask, 16).query_work
     assert work[:, 0].tolist() == [5, 4, 6, 7, 8, 10, 9, 1, 0, 3, 2]
     assert (work[:, 3] - work[:, 1]).tolist() == [lengths[row] for row in work[:, 0].tolist()]
-    # Two classes: rows 0 and 6 are neighbours, and so are 1 and 7.
+    # Two residue classes: rows 0 and 6 are neighbours, and so are 1 and 7.
     lengths = [1, 3, 0, 1, 2, 4, 1, 0, 4, 0, 3, 2]
     mask = torch.arange(4) < torch.tensor(lengths)[:, None]
-    by_class = BlockLayout.from_block_mask(mask, 16).by_query.work(1, classes=2)
-    assert by_class[:, 0].tolist() == [8, 3, 2, 9, 5, 10, 4, 11, 1, 0, 6, 7]
+    by_residue = BlockLayout.from_block_mask(mask, 16).by_query.work(1, num_residues=2)
+    assert by_residue[:, 0].tolist() == [8, 3, 2, 9, 5, 10, 4, 11, 1, 0, 6, 7]
 
 
 def test_a_row_of_very_many_blocks_comes_first():

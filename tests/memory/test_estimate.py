@@ -51,7 +51,7 @@ def test_the_blocks_of_any_pattern_are_counted_as_they_are_built(data):
 def test_the_lists_of_dilated_attention_are_bounded_closely(branches, is_causal):
     layout = layout_of_branches(branches, 16384, num_heads=4, is_causal=is_causal)
     planned, built = lists_of_branches(branches, 16384, 4, is_causal), ListSize.of(layout, 16384, 16384)
-    exact = ("block_q", "num_q_blocks", "num_k_blocks", "num_lists", "list_heads", "named", "kind", "classes")
+    exact = ("block_q", "num_q_blocks", "num_k_blocks", "num_lists", "list_heads", "named", "kind", "num_residues")
     assert {name: getattr(planned, name) for name in exact} == {name: getattr(built, name) for name in exact}
     assert built.blocks <= planned.blocks <= 1.7 * built.blocks
     assert built.widest <= planned.widest
@@ -81,8 +81,8 @@ def test_bytes_of_lists_are_those_of_the_tensors(pattern):
     size = ListSize.of(pattern, 300, 300, 16)
     tensors, _ = layout.flatten(by_key=True)
     by_query, (rules, spans, _, work), by_key = tensors[:4], tensors[4:8], tensors[8:]
-    assert size.by(size.rows, ordered=True) == sum(x.nbytes for x in (*by_query, work))
-    assert size.by(size.columns, ordered=True) == sum(x.nbytes for x in by_key)
+    assert size.by(size.rows, work_order=True) == sum(x.nbytes for x in (*by_query, work))
+    assert size.by(size.columns, work_order=True) == sum(x.nbytes for x in by_key)
     assert size.documents * 8 == spans.nbytes
     assert rules.nbytes <= size.rules < 4096 + spans.nbytes
 

@@ -22,6 +22,7 @@ from dilated_attention_pytorch.backends import blockwise
 from dilated_attention_pytorch.layout import clear_layout_cache
 from dilated_attention_pytorch.memory import measure_peak
 from dilated_attention_pytorch.ops.block_sparse import _backward, _forward
+from dilated_attention_pytorch.options import CallOptions
 
 
 def qkv(seq=100, heads=4, heads_kv=2, batch=2, head_dim=8, dtype=torch.float32, requires_grad=True):
@@ -40,17 +41,16 @@ OPTIONS = {
     "padding": {"key_padding_mask": torch.arange(100).expand(2, -1) > 70},
     "documents": {"document_ids": (torch.arange(100) // 30).expand(2, -1).contiguous()},
     "dropout": {"dropout_p": 0.3, "seed": torch.tensor(7)},
-    "shaped": {"softcap": 2.0, "slopes": torch.tensor([0.5, 0.1, 0.0, 1.0])},
+    "shaped": {"softcap": 2.0, "alibi_slopes": torch.tensor([0.5, 0.1, 0.0, 1.0])},
 }
 
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_opcheck(name):
-    options = {"key_padding_mask": None, "document_ids": None, "dropout_p": 0.0, "seed": None, "softcap": 0.0}
-    options |= {"slopes": None, **OPTIONS[name]}
+    options = CallOptions(0.3, **OPTIONS[name])
     layout = BlockLayout.from_pattern(SlidingWindow(30, 0) | GlobalTokens(3), 100, block_size=16)
     q, k, v = qkv()
-    arguments = (q, k, v, *layout.flatten(), 0.3, *options.values(), "blockwise")
+    arguments = (q, k, v, *layout.flatten(), *options.flatten(), "blockwise")
     torch.library.opcheck(_forward, arguments)
     with torch.no_grad():
         out, lse = _forward(*arguments)
@@ -402,7 +402,7 @@ class TestEager:
 
     def test_a_backend_that_walks_lists_has_them_at_hand(self, monkeypatch):
         """As `backends.base` promises: by key only where gradients will be asked for."""
-        monkeypatch.setattr(blockwise, "ordered", True, raising=False)
+        monkeypatch.setattr(blockwise, "needs_work_order", True, raising=False)
         q, k, v = qkv()
         made = []
         for training in (False, True):

@@ -1,9 +1,10 @@
 """What every backend is given.
 
 A backend is a module with a `name`, `can_run(request) → (ok, reason)` and either `attention` (differentiable as it is)
-or `forward`, `backward` and `ordered`: whether layouts come with `query_work` and, where gradients will be asked for,
-`by_key` and `key_work` at hand. An ordered one also has `again`: a shorter way for calls like one before. Tensors are
-(batch, seq, heads, head_dim), lse is (batch, heads, seq_q); its gradient is None where nobody asked for lse.
+or `forward`, `backward` and `needs_work_order`: whether layouts come with `query_work` and, where gradients will be
+asked for, `by_key` and `key_work` at hand. One that needs them also has `again`: a shorter way for calls like one
+before. Tensors are (batch, seq, heads, head_dim), lse is (batch, heads, seq_q); its gradient is None where nobody asked
+for lse.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ from .base import Extras, Request, aligned_queries, compute_dtype
 from .dropout import keep_mask
 
 name = "blockwise"
-ordered = False
+needs_work_order = False
 
 # Tuned on 2 CPU cores; benchmarks/results/cpu.json has what they give.
 PIECE = 1024  # keys in one piece of a row
@@ -286,7 +286,7 @@ class _Call:
         self.stacked = 1 if layout.num_heads is not None and layout.num_heads > self.key_heads else group
         self.edges = layout.by_query.offsets.cpu().long(), layout.by_query.splits.cpu().long()
         uses = group // self.stacked * len(layout.by_query.indices) / (layout.num_lists * layout.num_k_blocks)
-        plain = k.dtype == compute_dtype(k.dtype) and layout.seq_k % layout.block_k == 0 and layout.classes == 1
+        plain = k.dtype == compute_dtype(k.dtype) and layout.seq_k % layout.block_k == 0 and layout.num_residues == 1
         self.copied = uses > REUSE or not plain
         block = layout.block_q * layout.block_k
         self.scores_a_sample = len(layout.by_query.indices) // layout.num_lists * block * self.num_heads
@@ -339,12 +339,14 @@ class _Call:
 
     def _ranges(self, elements: int, in_parts: int = 1) -> list[range]:
         """Runs of query blocks, each of one class."""
-        classes, row = self.layout.classes, self.stacked * self.layout.block_q * self.head_dim
-        num, in_parts = self.layout.num_q_blocks // classes, -(-in_parts // classes)
+        num_residues, row = self.layout.num_residues, self.stacked * self.layout.block_q * self.head_dim
+        num, in_parts = self.layout.num_q_blocks // num_residues, -(-in_parts // num_residues)
         parts = -(-num // max(1, int(self.enlarge * elements) // row))
         parts = min(num, -(-parts // in_parts) * in_parts)
         cuts = [
-            (c * num + num * i // parts, c * num + num * (i + 1) // parts) for c in range(classes) for i in range(parts)
+            (c * num + num * i // parts, c * num + num * (i + 1) // parts)
+            for c in range(num_residues)
+            for i in range(parts)
         ]
         return [range(*cut) for cut in cuts]
 
@@ -368,11 +370,11 @@ class _Call:
                 )
 
     def _tokens(self, rows: range) -> slice:
-        layout, per_class = self.layout, self.layout.num_q_blocks // self.layout.classes
-        residue, first = divmod(rows.start, per_class)
-        start, num = first * layout.block_q * layout.classes + residue, len(rows) * layout.block_q
-        stop = min(start + num * layout.classes, layout.seq_q)
-        return slice(min(start, stop), stop, layout.classes)
+        layout, per_residue = self.layout, self.layout.num_q_blocks // self.layout.num_residues
+        residue, first = divmod(rows.start, per_residue)
+        start, num = first * layout.block_q * layout.num_residues + residue, len(rows) * layout.block_q
+        stop = min(start + num * layout.num_residues, layout.seq_q)
+        return slice(min(start, stop), stop, layout.num_residues)
 
     def _view(self, x: Tensor, sample: int, key_head: int) -> Tensor:
         """Keys or values of a head as blocks [num_k_blocks, block_k, D], as they lie."""
@@ -383,14 +385,14 @@ class _Call:
 
         If x is that already, it is a view, and there is nothing to do.
         """
-        block, classes = self.layout.block_k, self.layout.classes
-        if classes == 1 and x.dtype == compute_dtype(x.dtype) and len(x) % block == 0 and x.is_contiguous():
+        block, num_residues = self.layout.block_k, self.layout.num_residues
+        if num_residues == 1 and x.dtype == compute_dtype(x.dtype) and len(x) % block == 0 and x.is_contiguous():
             return x.view(-1, block, x.shape[-1]), lambda: None
         blocks = self.scratch(name, self.layout.num_k_blocks, 1, block, x.shape[-1])
 
         def fill() -> None:
-            for residue, of_class in enumerate(blocks.chunk(classes)):
-                _into_blocks(of_class, x[residue::classes, None])
+            for residue, of_class in enumerate(blocks.chunk(num_residues)):
+                _into_blocks(of_class, x[residue::num_residues, None])
 
         return blocks[:, 0], fill
 
@@ -402,8 +404,8 @@ class _Call:
         return blocks.zero_() if unit.opens_key_head else blocks
 
     def store_keys(self, x: Tensor, unit: _Unit, blocks: Tensor) -> None:
-        for residue, of_class in enumerate(blocks[:, None].chunk(self.layout.classes)):
-            _from_blocks(x[unit.sample, residue :: self.layout.classes, unit.key_head, None], of_class)
+        for residue, of_class in enumerate(blocks[:, None].chunk(self.layout.num_residues)):
+            _from_blocks(x[unit.sample, residue :: self.layout.num_residues, unit.key_head, None], of_class)
 
     def load(self, name: str, x: Tensor, unit: _Unit) -> Tensor:
         """Rows of q, out or do as [rows, M, D], in the compute dtype."""
@@ -534,7 +536,7 @@ class _Call:
             piece, at = (tile.times == 0).nonzero(as_tuple=True)
             if len(piece):
                 which = torch.full_like(piece, self._first_row(unit) // layout.num_q_blocks)
-                times = layout.times_held(which, tile.query_blocks[piece], tile.blocks[piece, at])
+                times = layout.pair_multiplicity(which, tile.query_blocks[piece], tile.blocks[piece, at])
                 cells[piece, :, :, at] += times.to(scores.dtype).log()[:, None]
         if extras.key_padding_mask is not None:
             padded = self._of_keys(extras.key_padding_mask[unit.sample], tile)

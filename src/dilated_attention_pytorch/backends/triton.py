@@ -23,7 +23,7 @@ name = "triton"
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 256
-ordered = True
+needs_work_order = True
 INSTALLED = find_spec("triton") is not None
 
 

@@ -75,9 +75,9 @@ def ring_cost(
         check_int(name, value, least=1)
     heads_kv = heads if heads_kv is None else heads_kv
     placement = Placement.contiguous(seq, world_size, block_size=block_size) if placement is None else placement
-    blocks, classes = (block_size, block_size), 1
+    blocks, num_residues = (block_size, block_size), 1
     if isinstance(what, Branches):
-        block, classes = cheapest_blocks(what, seq, cut=placement.cut or None)
+        block, num_residues = cheapest_blocks(what, seq, cut=placement.cut or None)
         blocks = block, block
     elif isinstance(what, BlockLayout):
         blocks, what = what.blocks, what.causal if is_causal else what
@@ -90,7 +90,7 @@ def ring_cost(
         is_causal=is_causal,
         placements=(placement, placement),
         blocks=blocks,
-        classes=classes,
+        num_residues=num_residues,
         heads=heads,
         heads_kv=heads_kv,
         device=torch.device("cpu"),

@@ -38,7 +38,7 @@ class Work:
     Attributes:
         what: its layout, pattern or branches; `is_causal` is for branches alone, the others know.
         placements: who holds which queries and which keys.
-        blocks, classes: of the layout; shards are whole blocks of all classes.
+        blocks, num_residues: of the layout; shards are whole blocks of all residue classes.
         heads, heads_kv: of queries and keys.
     """
 
@@ -46,7 +46,7 @@ class Work:
     is_causal: bool
     placements: tuple[Placement, Placement]
     blocks: tuple[int, int]
-    classes: int
+    num_residues: int
     heads: int
     heads_kv: int
     device: torch.device
@@ -54,14 +54,14 @@ class Work:
     @property
     def unit(self) -> int:
         """Keys that are stored together: a block of every class."""
-        return self.blocks[1] * self.classes
+        return self.blocks[1] * self.num_residues
 
     def tokens_of(self, key_block: Tensor) -> Tensor:
         """Key numbers [blocks, block_k]."""
         lane = torch.arange(self.blocks[1], device=key_block.device)
-        per_class = ceil_div(self.placements[1].seq, self.unit)
-        row, residue = key_block % per_class, key_block // per_class
-        return (row[:, None] * self.blocks[1] + lane) * self.classes + residue[:, None]
+        per_residue = ceil_div(self.placements[1].seq, self.unit)
+        row, residue = key_block % per_residue, key_block // per_residue
+        return (row[:, None] * self.blocks[1] + lane) * self.num_residues + residue[:, None]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -229,13 +229,13 @@ def _needs_of_branches(work: Work, rank: int) -> dict[int, Needs]:
             num_heads=work.heads,
             is_causal=work.is_causal,
             block_size=work.blocks[0],
-            classes=work.classes,
+            num_residues=work.num_residues,
             device=work.device,
             queries=queries,
         )
         entry = rows.by_query.row_of_entry()
         which, column = entry // rows.num_q_blocks, rows.by_query.indices
-        unit = column % (rows.num_k_blocks // work.classes)
+        unit = column % (rows.num_k_blocks // work.num_residues)
         for source, here in _by_owner(unit * (work.unit // work.blocks[1]), work):
             for start, stop in ((r.start, r.stop) for r in runs_of[source]):
                 inside = here & (unit * work.unit >= start) & (unit * work.unit < stop)

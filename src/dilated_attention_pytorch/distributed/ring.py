@@ -274,9 +274,9 @@ class _Call:
                 Placement.of_lengths(lengths[1], block_size=size),
             )
         seqs = places[0].seq, places[1].seq
-        what, classes = self.what, 1
+        what, num_residues = self.what, 1
         if isinstance(what, Branches):
-            block, classes = cheapest_blocks(what, max(seqs), cut=cut)
+            block, num_residues = cheapest_blocks(what, max(seqs), cut=cut)
             blocks = block, block
         elif isinstance(what, BlockLayout):
             what, blocks = (what.causal if self.is_causal else what), what.blocks
@@ -300,7 +300,7 @@ class _Call:
             is_causal=self.is_causal,
             placements=places,
             blocks=blocks,
-            classes=classes,
+            num_residues=num_residues,
             heads=self.heads[0],
             heads_kv=self.heads[1],
             device=self.device,

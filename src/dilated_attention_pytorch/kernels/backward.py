@@ -10,6 +10,8 @@ import triton.language as tl
 from .common import (
     LOG2E,
     ahead_of,
+    apply_multiplicity,
+    apply_score_mods,
     count_tiles,
     drawn_key,
     drawn_query,
@@ -20,19 +22,17 @@ from .common import (
     load_work,
     padded,
     pairs_allowed,
-    shaped,
     store_rows,
     tile_at,
     token_at,
-    weighed,
 )
 from .forward import VARYING, weights_of
 
 
-@triton.jit(do_not_specialize=["heads", "seq_q", "padded_q", "classes"])
+@triton.jit(do_not_specialize=["heads", "seq_q", "padded_q", "num_residues"])
 def rows_kernel(
-    out, grad, dlse, lse, row_lse, delta, g_b, g_s, g_h, heads, seq_q, padded_q, classes,
-    D: tl.constexpr, PADDED_D: tl.constexpr, TILE: tl.constexpr, NATURAL: tl.constexpr, DLSE: tl.constexpr,
+    out, grad, dlse, lse, row_lse, delta, g_b, g_s, g_h, heads, seq_q, padded_q, num_residues,
+    D: tl.constexpr, PADDED_D: tl.constexpr, TILE: tl.constexpr, BASE_E: tl.constexpr, DLSE: tl.constexpr,
 ):  # fmt: skip
     """What the other kernels need of each row, for a tile of queries of one head: lse in their units, and delta.
 
@@ -43,7 +43,7 @@ def rows_kernel(
     which = tl.program_id(0) // num_tiles
     sample, head = (which // heads).to(tl.int64), which % heads
     place = tl.program_id(0) % num_tiles * TILE + tl.arange(0, TILE)
-    query = place % (padded_q // classes) * classes + place // (padded_q // classes)
+    query = place % (padded_q // num_residues) * num_residues + place // (padded_q // num_residues)
     real = query < seq_q
     outs = load_rows(out + (sample * seq_q * heads + head) * D, query, heads * D, real, D, PADDED_D)
     grads = load_rows(grad + sample * g_b + head.to(tl.int64) * g_h, query, g_s, real, D, PADDED_D)
@@ -54,7 +54,7 @@ def rows_kernel(
     natural = tl.load(lse + at, mask=real, other=float("-inf"))
     empty = natural == float("-inf")
     at = (sample * heads + head) * padded_q + place
-    tl.store(row_lse + at, tl.where(empty, float("inf"), natural if NATURAL else natural * LOG2E))
+    tl.store(row_lse + at, tl.where(empty, float("inf"), natural if BASE_E else natural * LOG2E))
     tl.store(delta + at, tl.where(empty, 0.0, value))
 
 
@@ -63,13 +63,13 @@ def dq_kernel(
     q, k, v, grad, lse, delta, dq,
     indices, rule_ids, work, rules, documents, branches, padding, document_ids, seed, slopes,
     q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, g_b, g_s, g_h,
-    heads, group, seq_q, seq_k, num_blocks, lists_a_sample, heads_a_list, num_intervals, num_branches, classes,
+    heads, group, seq_q, seq_k, num_blocks, lists_a_sample, heads_a_list, num_intervals, num_branches, num_residues,
     scale, scale_out, cap, threshold, keep_scale,
     D: tl.constexpr, PADDED_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
-    TILE_Q: tl.constexpr, TILE_K: tl.constexpr, PACK: tl.constexpr, TMA: tl.constexpr, FLIP: tl.constexpr,
-    NAMED: tl.constexpr, SINGLE: tl.constexpr, DOCUMENTS: tl.constexpr, PADDING: tl.constexpr,
+    TILE_Q: tl.constexpr, TILE_K: tl.constexpr, PACK: tl.constexpr, TMA: tl.constexpr, NEGATIVE_SCALE: tl.constexpr,
+    HAS_RULE_IDS: tl.constexpr, ONE_INTERVAL: tl.constexpr, DOCUMENTS: tl.constexpr, PADDING: tl.constexpr,
     DOCUMENT_IDS: tl.constexpr, DROPOUT: tl.constexpr, DILATED: tl.constexpr, SOFTCAP: tl.constexpr,
-    ALIBI: tl.constexpr, PRECISION: tl.constexpr, NATURAL: tl.constexpr,
+    ALIBI: tl.constexpr, PRECISION: tl.constexpr, BASE_E: tl.constexpr,
 ):  # fmt: skip
     """dq of one tile: the walk of the forward kernel."""
     TILES: tl.constexpr = BLOCK_Q // TILE_Q
@@ -83,7 +83,7 @@ def dq_kernel(
 
     lane = tl.arange(0, PACK * TILE_Q)
     own = block * BLOCK_Q + place % TILES * TILE_Q + lane % TILE_Q
-    query = token_at(own, seq_q, classes, BLOCK_Q, DILATED)
+    query = token_at(own, seq_q, num_residues, BLOCK_Q, DILATED)
     query_head = head + lane // TILE_Q
     real = query < seq_q
     key_head = head // group
@@ -108,35 +108,35 @@ def dq_kernel(
         first = masked_from if MASKED else start
         for i in range(num_masked if MASKED else num_full):
             entry, begin, places = tile_at(indices, first, i, stop, BLOCK_K, TILE_K)
-            key = token_at(places, seq_k, classes, BLOCK_K, DILATED)
+            key = token_at(places, seq_k, num_residues, BLOCK_K, DILATED)
             keys = load_tile(k, k_base, sample, key_head, begin, key, k_s, seq_k, D, PADDED_D, TILE_K, TMA)
             values = load_tile(v, v_base, sample, key_head, begin, key, v_s, seq_k, D, PADDED_D, TILE_K, TMA)
             scores = tl.dot(queries, keys.T, input_precision=PRECISION)
-            if FLIP:
+            if NEGATIVE_SCALE:
                 scores = -scores
-            steepness = 1.0
+            softcap_grad = 1.0
             if SOFTCAP or ALIBI:
-                scores, steepness = shaped(
+                scores, softcap_grad = apply_score_mods(
                     scores * scale, ahead_of(query[:, None], key[None, :], origin, seq_q, seq_k), slope, cap, SOFTCAP,
-                    ALIBI, NATURAL,
+                    ALIBI, BASE_E,
                 )  # fmt: skip
-            scores, raised = weighed(
+            scores, log_m = apply_multiplicity(
                 scores, entry, query[:, None], key[None, :], which_list, rule_ids, branches, num_branches, seq_q, seq_k,
-                unit, MASKED, DILATED, NATURAL,
+                unit, MASKED, DILATED, BASE_E,
             )  # fmt: skip
-            weights = weights_of(scores * unit - (row_lse - raised)[:, None], NATURAL)
+            weights = weights_of(scores * unit - (row_lse - log_m)[:, None], BASE_E)
             if MASKED or PADDING or DOCUMENT_IDS:
                 seen = pairs_allowed(
                     query[:, None], key[None, :], entry[None, :] if GATHERED else entry, split, stop, sample,
                     rule_ids, rules, documents, padding, document_ids, num_intervals, seq_q, seq_k,
-                    MASKED, GATHERED, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS,
+                    MASKED, GATHERED, HAS_RULE_IDS, ONE_INTERVAL, DOCUMENTS, PADDING, DOCUMENT_IDS,
                 )  # fmt: skip
                 weights = tl.where(seen, weights, 0.0)
             dweights = tl.dot(grads, values.T, input_precision=PRECISION)
             if DROPOUT:
                 stays = kept(of_query, drawn_key(seed, key, key)[None, :], threshold)
                 dweights = tl.where(stays, dweights * keep_scale, 0.0)
-            dscores = weights * (dweights - row_delta[:, None]) * steepness
+            dscores = weights * (dweights - row_delta[:, None]) * softcap_grad
             dqueries = tl.dot(dscores.to(keys.dtype), keys, dqueries, input_precision=PRECISION)
 
     at = ((sample_64 * seq_q + query) * heads + query_head) * D
@@ -148,13 +148,13 @@ def dkv_kernel(
     q, k, v, grad, lse, delta, dk, dv,
     offsets, splits, indices, rule_ids, work, rules, documents, branches, padding, document_ids, seed, slopes,
     q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, g_b, g_s, g_h,
-    heads, group, seq_q, seq_k, num_blocks, lists_a_sample, heads_a_list, num_intervals, num_branches, classes,
+    heads, group, seq_q, seq_k, num_blocks, lists_a_sample, heads_a_list, num_intervals, num_branches, num_residues,
     scale, scale_out, cap, threshold, keep_scale,
     D: tl.constexpr, PADDED_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
-    TILE_Q: tl.constexpr, TILE_K: tl.constexpr, PACK: tl.constexpr, TMA: tl.constexpr, FLIP: tl.constexpr,
-    NAMED: tl.constexpr, SINGLE: tl.constexpr, DOCUMENTS: tl.constexpr, PADDING: tl.constexpr,
+    TILE_Q: tl.constexpr, TILE_K: tl.constexpr, PACK: tl.constexpr, TMA: tl.constexpr, NEGATIVE_SCALE: tl.constexpr,
+    HAS_RULE_IDS: tl.constexpr, ONE_INTERVAL: tl.constexpr, DOCUMENTS: tl.constexpr, PADDING: tl.constexpr,
     DOCUMENT_IDS: tl.constexpr, DROPOUT: tl.constexpr, DILATED: tl.constexpr, SOFTCAP: tl.constexpr,
-    ALIBI: tl.constexpr, PRECISION: tl.constexpr, NATURAL: tl.constexpr,
+    ALIBI: tl.constexpr, PRECISION: tl.constexpr, BASE_E: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of one tile of keys: it walks the query blocks that see it, for each query head of its key head.
 
@@ -170,7 +170,7 @@ def dkv_kernel(
     block, _, _, _ = load_work(work, first_list * num_blocks + place // TILES)
 
     own = block * BLOCK_K + place % TILES * TILE_K + tl.arange(0, TILE_K)
-    key = token_at(own, seq_k, classes, BLOCK_K, DILATED)
+    key = token_at(own, seq_k, num_residues, BLOCK_K, DILATED)
     real_key = key < seq_k
     sample_64, key_head_64 = sample.to(tl.int64), key_head.to(tl.int64)
     keys = load_rows(k + sample_64 * k_b + key_head_64 * k_h, key, k_s, real_key, D, PADDED_D)
@@ -183,7 +183,7 @@ def dkv_kernel(
         origin = tl.min(key, 0) - (seq_k - seq_q)
     if DROPOUT:
         of_key = drawn_key(seed, key, key)[:, None]
-    padded_q = padded(seq_q, classes, BLOCK_Q)
+    padded_q = padded(seq_q, num_residues, BLOCK_Q)
     dkeys = tl.zeros([TILE_K, PADDED_D], tl.float32)
     dvalues = tl.zeros([TILE_K, PADDED_D], tl.float32)
     GATHERED: tl.constexpr = TILE_Q > BLOCK_Q
@@ -202,29 +202,29 @@ def dkv_kernel(
             first = masked_from if MASKED else start
             for i in range(num_masked if MASKED else num_full):
                 entry, begin, places = tile_at(indices, first, i, stop, BLOCK_Q, TILE_Q)
-                query = token_at(places, seq_q, classes, BLOCK_Q, DILATED)
+                query = token_at(places, seq_q, num_residues, BLOCK_Q, DILATED)
                 queries = load_tile(q, q_base, sample, head, begin, query, q_s, seq_q, D, PADDED_D, TILE_Q, TMA)
                 grads = load_tile(grad, g_base, sample, head, begin, query, g_s, seq_q, D, PADDED_D, TILE_Q, TMA)
                 row_lse, row_delta = tl.load(lse + of_head + places), tl.load(delta + of_head + places)
                 scores = tl.dot(keys, queries.T, input_precision=PRECISION)
-                if FLIP:
+                if NEGATIVE_SCALE:
                     scores = -scores
-                steepness = 1.0
+                softcap_grad = 1.0
                 if SOFTCAP or ALIBI:
-                    scores, steepness = shaped(
+                    scores, softcap_grad = apply_score_mods(
                         scores * scale, ahead_of(query[None, :], key[:, None], origin, seq_q, seq_k), slope, cap,
-                        SOFTCAP, ALIBI, NATURAL,
+                        SOFTCAP, ALIBI, BASE_E,
                     )  # fmt: skip
-                scores, raised = weighed(
+                scores, log_m = apply_multiplicity(
                     scores, entry, query[None, :], key[:, None], which_list, rule_ids, branches, num_branches,
-                    seq_q, seq_k, unit, MASKED, DILATED, NATURAL,
+                    seq_q, seq_k, unit, MASKED, DILATED, BASE_E,
                 )  # fmt: skip
-                weights = weights_of(scores * unit - (row_lse - raised)[None, :], NATURAL)
+                weights = weights_of(scores * unit - (row_lse - log_m)[None, :], BASE_E)
                 if MASKED or PADDING or DOCUMENT_IDS:
                     seen = pairs_allowed(
                         query[None, :], key[:, None], entry[None, :] if GATHERED else entry, split, stop, sample,
                         rule_ids, rules, documents, padding, document_ids, num_intervals, seq_q, seq_k,
-                        MASKED, GATHERED, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS,
+                        MASKED, GATHERED, HAS_RULE_IDS, ONE_INTERVAL, DOCUMENTS, PADDING, DOCUMENT_IDS,
                     )  # fmt: skip
                     weights = tl.where(seen, weights, 0.0)
                 dweights = tl.dot(values, grads.T, input_precision=PRECISION)
@@ -235,7 +235,7 @@ def dkv_kernel(
                     dropped = tl.where(stays, weights * keep_scale, 0.0)
                     dweights = tl.where(stays, dweights * keep_scale, 0.0)
                 dvalues = tl.dot(dropped.to(grads.dtype), grads, dvalues, input_precision=PRECISION)
-                dscores = weights * (dweights - row_delta[None, :]) * steepness
+                dscores = weights * (dweights - row_delta[None, :]) * softcap_grad
                 dkeys = tl.dot(dscores.to(queries.dtype), queries, dkeys, input_precision=PRECISION)
 
     at = ((sample_64 * seq_k + key) * heads_kv + key_head) * D

@@ -6,8 +6,9 @@ that tile, so the same functions serve both orders.
 A list of blocks is walked in tiles of `TILE` tokens. Tiles are parts of one block or gather several; the full blocks
 that fill whole tiles come first and need no mask, then the rest of the full ones together with the partial ones.
 
-In layouts of dilated attention (DILATED; see `layout.branches`) blocks take every `classes`-th token, a tile is never
-larger than a block, and `rule_ids` says how often the pairs of a block count; DILATED is 2 where some are uneven.
+In layouts of dilated attention (DILATED; see `layout.branches`) blocks take every `num_residues`-th token, a tile is
+never larger than a block, and `rule_ids` is the multiplicity of a block: how often its pairs count. DILATED is 2 where
+some blocks are mixed.
 """
 
 import triton
@@ -44,17 +45,17 @@ def count_tiles(start, split, stop, BLOCK: tl.constexpr, TILE: tl.constexpr):
 
 
 @triton.jit
-def padded(seq, classes, BLOCK: tl.constexpr):
+def padded(seq, num_residues, BLOCK: tl.constexpr):
     """Tokens of whole blocks."""
-    return classes * tl.cdiv(tl.cdiv(seq, classes), BLOCK) * BLOCK
+    return num_residues * tl.cdiv(tl.cdiv(seq, num_residues), BLOCK) * BLOCK
 
 
 @triton.jit
-def token_at(place, seq, classes, BLOCK: tl.constexpr, DILATED: tl.constexpr):
+def token_at(place, seq, num_residues, BLOCK: tl.constexpr, DILATED: tl.constexpr):
     """The token at a place in the order of blocks."""
     if DILATED:
-        rows = padded(seq, classes, BLOCK) // classes
-        token = place % rows * classes + place // rows
+        rows = padded(seq, num_residues, BLOCK) // num_residues
+        token = place % rows * num_residues + place // rows
     else:
         token = place
     return token
@@ -114,7 +115,7 @@ def interval_allows(query, key, rule, t, rules, documents, num_intervals, seq_q,
 def pairs_allowed(
     query, key, entry, split, stop, sample,
     rule_ids, rules, documents, padding, document_ids, num_intervals, seq_q, seq_k,
-    MASKED: tl.constexpr, GATHERED: tl.constexpr, NAMED: tl.constexpr, SINGLE: tl.constexpr,
+    MASKED: tl.constexpr, GATHERED: tl.constexpr, HAS_RULE_IDS: tl.constexpr, ONE_INTERVAL: tl.constexpr,
     DOCUMENTS: tl.constexpr, PADDING: tl.constexpr, DOCUMENT_IDS: tl.constexpr,
 ):  # fmt: skip
     """The pairs of a tile that the layout's rules (where MASKED) and the call's own masks allow.
@@ -125,12 +126,12 @@ def pairs_allowed(
     if not MASKED:
         allowed = (query >= 0) & (key >= 0)
     else:
-        if NAMED:
+        if HAS_RULE_IDS:
             rule = tl.load(rule_ids + tl.maximum(tl.minimum(entry, stop - 1), 0))
         else:
             rule = entry * 0
         allowed = interval_allows(query, key, rule, 0, rules, documents, num_intervals, seq_q, seq_k, DOCUMENTS)
-        if not SINGLE:
+        if not ONE_INTERVAL:
             for t in range(1, num_intervals):
                 allowed |= interval_allows(
                     query, key, rule, t, rules, documents, num_intervals, seq_q, seq_k, DOCUMENTS
@@ -151,52 +152,54 @@ def pairs_allowed(
 
 
 @triton.jit
-def times_held(query, key, which, branches, num_branches, seq_q, seq_k):
-    """How many branches of list `which` hold each pair: `BlockLayout.times_held`."""
+def pair_multiplicity(query, key, which, branches, num_branches, seq_q, seq_k):
+    """How many branches of a list hold each pair: `BlockLayout.pair_multiplicity`."""
     position = query + (seq_k - seq_q)
-    held = (query + key) * 0
+    multiplicity = (query + key) * 0
     for t in range(num_branches):
         at = branches + (which * num_branches + t) * 5
         segment, dilation, offset = tl.load(at), tl.load(at + 1), tl.load(at + 2)
         query_at, key_at = position + tl.load(at + 3), key + tl.load(at + 4)
         of_query = tl.where((query_at >= 0) & (query_at % segment % dilation == offset), query_at // segment, -1)
         of_key = tl.where(key_at % segment % dilation == offset, key_at // segment, -2)
-        held += (of_query == of_key).to(tl.int32)
-    return held
+        multiplicity += (of_query == of_key).to(tl.int32)
+    return multiplicity
 
 
 @triton.jit
-def counted(
-    scores, times, query, key, which, branches, num_branches, seq_q, seq_k, scale, NATURAL: tl.constexpr
+def add_pair_multiplicity(
+    scores, multiplicity, query, key, which, branches, num_branches, seq_q, seq_k, scale, BASE_E: tl.constexpr
 ):  # fmt: skip
-    """Scores of a block whose pairs count differently (`times` is 0), each raised by the log of how often."""
-    if times == 0:
-        held = times_held(query, key, which, branches, num_branches, seq_q, seq_k).to(tl.float32)
-        raised = tl.log(held) if NATURAL else tl.log2(held)  # −inf where the pair does not count
-        scores = scores + raised / scale
+    """The scores of a mixed block (whose multiplicity is 0), each raised by the log of its pair's multiplicity."""
+    if multiplicity == 0:
+        of_pair = pair_multiplicity(query, key, which, branches, num_branches, seq_q, seq_k).to(tl.float32)
+        log_m = tl.log(of_pair) if BASE_E else tl.log2(of_pair)  # −inf where the pair does not count
+        scores = scores + log_m / scale
     return scores
 
 
 @triton.jit
-def log_times(times, NATURAL: tl.constexpr):
-    """The log of how often the pairs of a block count, 0 where they differ."""
-    at_least_once = tl.maximum(times, 1).to(tl.float32)
-    return tl.log(at_least_once) if NATURAL else tl.log2(at_least_once)
+def log_multiplicity(multiplicity, BASE_E: tl.constexpr):
+    """The log of a block's multiplicity, 0 for a mixed one."""
+    at_least_once = tl.maximum(multiplicity, 1).to(tl.float32)
+    return tl.log(at_least_once) if BASE_E else tl.log2(at_least_once)
 
 
 @triton.jit
-def weighed(
+def apply_multiplicity(
     scores, entry, query, key, which, rule_ids, branches, num_branches, seq_q, seq_k, scale,
-    MASKED: tl.constexpr, DILATED: tl.constexpr, NATURAL: tl.constexpr,
+    MASKED: tl.constexpr, DILATED: tl.constexpr, BASE_E: tl.constexpr,
 ):  # fmt: skip
-    """The scores of a tile, raised where its pairs count differently, and the log of how often all of them count."""
-    raised = 0.0
+    """The scores of a tile, raised where its block is mixed, and the log of the block's multiplicity."""
+    log_m = 0.0
     if DILATED:
-        times = tl.load(rule_ids + entry)
-        raised = log_times(times, NATURAL)
+        multiplicity = tl.load(rule_ids + entry)
+        log_m = log_multiplicity(multiplicity, BASE_E)
         if MASKED and DILATED == 2:
-            scores = counted(scores, times, query, key, which, branches, num_branches, seq_q, seq_k, scale, NATURAL)
-    return scores, raised
+            scores = add_pair_multiplicity(
+                scores, multiplicity, query, key, which, branches, num_branches, seq_q, seq_k, scale, BASE_E
+            )
+    return scores, log_m
 
 
 @triton.jit
@@ -204,9 +207,9 @@ def tanh(x):
     """Exact to a few units in the last place of float32, also where x is small."""
     square = x * x
     series = x * (1 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835)))))
-    fall = tl.exp2(tl.abs(x) * (-2 * LOG2E))
-    bent = (1 - fall) / (1 + fall)
-    return tl.where(tl.abs(x) < 0.25, series, tl.where(x < 0, -bent, bent))
+    decay = tl.exp2(tl.abs(x) * (-2 * LOG2E))
+    ratio = (1 - decay) / (1 + decay)
+    return tl.where(tl.abs(x) < 0.25, series, tl.where(x < 0, -ratio, ratio))
 
 
 SMALL_CAP = 128.0
@@ -227,26 +230,26 @@ def ahead_of(query, key, origin, seq_q, seq_k):
 
 
 @triton.jit
-def shaped(scores, ahead, slope, cap, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, NATURAL: tl.constexpr):
-    """Scores, capped and lowered by the distance of query and key, and the steepness of the cap at each.
+def apply_score_mods(scores, ahead, slope, cap, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BASE_E: tl.constexpr):
+    """Scores with softcap and ALiBi applied, and the derivative of the softcap at each.
 
     The scores, `slope` and `cap` are in the units of the exponent; `ahead` is how far a query is ahead of a key;
     SOFTCAP is what `cap_kind` says.
     """
-    steepness = 1.0
+    softcap_grad = 1.0
     if SOFTCAP:
-        if NATURAL or SOFTCAP == 2:
-            bent = tanh(scores * (1 / cap))
-            scores = cap * bent
-            steepness = 1 - bent * bent
+        if BASE_E or SOFTCAP == 2:
+            share = tanh(scores * (1 / cap))
+            scores = cap * share
+            softcap_grad = 1 - share * share
         else:  # off by some 2⁻²² of the cap; of a small one far less than what scores of 16-bit numbers are off by
-            grown = 1 + tl.exp2(scores * (2 * LOG2E / cap))
-            below = tl.rsqrt(grown * grown)  # 1 / grown, in fewer steps than by a division
-            scores = cap - 2 * cap * below
-            steepness = 4 * below * (1 - below)
+            denominator = 1 + tl.exp2(scores * (2 * LOG2E / cap))
+            inverse = tl.rsqrt(denominator * denominator)  # in fewer steps than by a division
+            scores = cap - 2 * cap * inverse
+            softcap_grad = 4 * inverse * (1 - inverse)
     if ALIBI:
         scores -= slope * tl.abs(ahead)
-    return scores, steepness
+    return scores, softcap_grad
 
 
 @triton.jit

@@ -28,8 +28,8 @@ class Configs(NamedTuple):
 HOPPER_FORWARD = {64: (128, 2, 3), 128: (128, 2, 2)}
 # rows of a streamed tile, and how many are in flight.
 HOPPER_BACKWARD = {64: (128, 2), 128: (64, 3)}
-# For dk and dv of shaped scores or dropped weights: larger tiles leave too few registers (1.1 to 1.7 times slower).
-HOPPER_SHAPED = (64, 3)
+# For dk and dv with a softcap, slopes or dropout: larger tiles leave too few registers (1.1 to 1.7 times slower).
+HOPPER_DKV_NARROW = (64, 3)
 
 # The plain ones, by padded head dimension (the next of these is taken), for 16-bit numbers. 64 and 128 are measured on
 # an H200, 32 and 256 are not.

@@ -15,8 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..layout.rows import CacheRows
-from . import binding
-from .common import LOG2E, cap_kind, count_tiles, load_rows, load_work, pairs_allowed, shaped, tile_at
+from . import launcher
+from .common import LOG2E, apply_score_mods, cap_kind, count_tiles, load_rows, load_work, pairs_allowed, tile_at
 from .configs import padded_dim
 from .forward import weights_of
 from .launch import num_processors, precision_of
@@ -38,8 +38,8 @@ def decode_kernel(
     new, heads, heads_kv, capacity, num_lists, num_intervals, num_pages, pages_a_sample, page_size,
     num_parts, scale, cap,
     D: tl.constexpr, PADDED_D: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, OWN: tl.constexpr,
-    ROWS: tl.constexpr, FLIP: tl.constexpr, SINGLE: tl.constexpr, PADDING: tl.constexpr, PAGED: tl.constexpr,
-    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, PRECISION: tl.constexpr, NATURAL: tl.constexpr,
+    ROWS: tl.constexpr, NEGATIVE_SCALE: tl.constexpr, ONE_INTERVAL: tl.constexpr, PADDING: tl.constexpr,
+    PAGED: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, PRECISION: tl.constexpr, BASE_E: tl.constexpr,
 ):  # fmt: skip
     """out and lse of a part of a row, for `OWN` heads that share a list and a key head (`ROWS` with padding)."""
     units = heads // OWN
@@ -88,33 +88,33 @@ def decode_kernel(
             seen = there & pairs_allowed(
                 position + ahead + key * 0, key, entry, split, stop, sample,
                 rule_ids, rules, rules, padding, rules, num_intervals, capacity, capacity,
-                MASKED, GATHERED, True, SINGLE, False, PADDING, 0,
+                MASKED, GATHERED, True, ONE_INTERVAL, False, PADDING, 0,
             )  # fmt: skip
             # What nobody sees may be anything, and 0 times NaN is NaN.
             values = load_rows(v + key_head.to(tl.int64) * v_h, v_at, 1, seen, D, PADDED_D)
             scores = tl.dot(queries, keys.T, input_precision=PRECISION)
-            if FLIP:
+            if NEGATIVE_SCALE:
                 scores = -scores
             if SOFTCAP or ALIBI:
-                scores, _ = shaped(
-                    scores * scale, (position - key[None, :]).to(tl.float32), slope, cap, SOFTCAP, ALIBI, NATURAL
+                scores, _ = apply_score_mods(
+                    scores * scale, (position - key[None, :]).to(tl.float32), slope, cap, SOFTCAP, ALIBI, BASE_E
                 )  # fmt: skip
             scores = tl.where(seen[None, :], scores, float("-inf"))
             if PAGED:  # garbage must not look like a result
                 scores = tl.where((missing & seen)[None, :], float("nan"), scores)
             new_top = tl.maximum(top, tl.max(scores, 1) * unit)
             base = tl.where(new_top == float("-inf"), 0.0, new_top)
-            weights = weights_of(scores * unit - base[:, None], NATURAL)
-            shrink = weights_of(top - base, NATURAL)
+            weights = weights_of(scores * unit - base[:, None], BASE_E)
+            shrink = weights_of(top - base, BASE_E)
             total = total * shrink + tl.sum(weights, 1)
             mixed = tl.dot(weights.to(values.dtype), values, mixed * shrink[:, None], input_precision=PRECISION)
             top = new_top
 
     empty = total == 0.0
     mixed = mixed / tl.where(empty, 1.0, total)[:, None]
-    natural = top + tl.log(total) if NATURAL else (top + tl.log2(total)) / LOG2E
+    row_lse = top + tl.log(total) if BASE_E else (top + tl.log2(total)) / LOG2E
     at = (which.to(tl.int64) * heads + own) * num_parts + part
-    tl.store(part_lse + at, tl.where(empty, float("-inf"), natural), mask=real)
+    tl.store(part_lse + at, tl.where(empty, float("-inf"), row_lse), mask=real)
     column = tl.arange(0, PADDED_D)
     tl.store(part_out + at[:, None] * D + column, mixed, mask=real[:, None] & (column < D))
 
@@ -157,8 +157,8 @@ def launch(
     heads_kv, padded = k.shape[2], padded_dim(head_dim)
     own = 1 if rows.num_lists > heads_kv else _stacked(heads // heads_kv, padded * q.element_size())
     tile = min(64, TILE_BYTES // (padded * q.element_size()))
-    natural = q.dtype == torch.float32
-    per_unit = 1.0 if natural else math.log2(math.e)
+    base_e = q.dtype == torch.float32
+    per_unit = 1.0 if base_e else math.log2(math.e)
     programs, seats = batch * new * (heads // own), A_PROCESSOR * num_processors(q.device)
     num_parts = _num_parts(programs, triton.cdiv(rows.most * rows.block, tile), seats)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -166,7 +166,7 @@ def launch(
     part_out = torch.empty(batch, new, heads, num_parts, head_dim, dtype=torch.float32, device=q.device)
     part_lse = torch.empty(batch, new, heads, num_parts, dtype=torch.float32, device=q.device)
     nothing = rows.work
-    binding.launch(
+    launcher.launch(
         decode_kernel, (programs, num_parts),
         (
             q, k, v, part_out, part_lse, lengths, rows.work, rows.indices, rows.rule_ids, rows.rules,
@@ -181,11 +181,11 @@ def launch(
             max(abs(scale) * per_unit, 1e-30), softcap * per_unit,
         ),
         D=head_dim, PADDED_D=padded, BLOCK=rows.block, TILE=tile, OWN=own, ROWS=max(16, triton.next_power_of_2(own)),
-        FLIP=scale < 0, SINGLE=rows.rules.shape[1] == 1, PADDING=key_padding_mask is not None,
+        NEGATIVE_SCALE=scale < 0, ONE_INTERVAL=rows.rules.shape[1] == 1, PADDING=key_padding_mask is not None,
         PAGED=page_table is not None, SOFTCAP=cap_kind(softcap), ALIBI=slopes is not None,
-        PRECISION=precision_of(q.dtype), NATURAL=natural, num_warps=4, num_stages=3,
+        PRECISION=precision_of(q.dtype), BASE_E=base_e, num_warps=4, num_stages=3,
     )  # fmt: skip
-    binding.launch(
+    launcher.launch(
         merge_kernel, (batch * new * heads,), (part_out, part_lse, out, lse), (new, heads, num_parts),
         D=head_dim, PADDED_D=padded, PARTS=triton.next_power_of_2(num_parts), num_warps=4,
     )  # fmt: skip

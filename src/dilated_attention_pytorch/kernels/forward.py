@@ -6,6 +6,8 @@ import triton.language as tl
 from .common import (
     LOG2E,
     ahead_of,
+    apply_multiplicity,
+    apply_score_mods,
     count_tiles,
     drawn_key,
     drawn_query,
@@ -15,24 +17,22 @@ from .common import (
     load_tile,
     load_work,
     pairs_allowed,
-    shaped,
     store_rows,
     tile_at,
     token_at,
-    weighed,
 )
 
 # Lengths, counts and rates change from call to call: no new kernel for a new value of them.
 VARYING = (
     "lists_a_sample", "heads_a_list", "seq_q", "seq_k", "num_blocks", "num_intervals", "threshold", "heads", "group",
-    "num_branches", "classes",
+    "num_branches", "num_residues",
 )  # fmt: skip
 
 
 @triton.jit
-def weights_of(exponent, NATURAL: tl.constexpr):
+def weights_of(exponent, BASE_E: tl.constexpr):
     """exp, or exp2 where the exponent is in units of log2 already."""
-    return tl.exp2(exponent * LOG2E if NATURAL else exponent)
+    return tl.exp2(exponent * LOG2E if BASE_E else exponent)
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -40,18 +40,18 @@ def forward_kernel(
     q, k, v, out, lse,
     indices, rule_ids, work, rules, documents, branches, padding, document_ids, seed, slopes,
     q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h,
-    heads, group, seq_q, seq_k, num_blocks, lists_a_sample, heads_a_list, num_intervals, num_branches, classes,
+    heads, group, seq_q, seq_k, num_blocks, lists_a_sample, heads_a_list, num_intervals, num_branches, num_residues,
     scale, cap, threshold, keep_scale,
     D: tl.constexpr, PADDED_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
-    TILE_Q: tl.constexpr, TILE_K: tl.constexpr, PACK: tl.constexpr, TMA: tl.constexpr, FLIP: tl.constexpr,
-    NAMED: tl.constexpr, SINGLE: tl.constexpr, DOCUMENTS: tl.constexpr, PADDING: tl.constexpr,
+    TILE_Q: tl.constexpr, TILE_K: tl.constexpr, PACK: tl.constexpr, TMA: tl.constexpr, NEGATIVE_SCALE: tl.constexpr,
+    HAS_RULE_IDS: tl.constexpr, ONE_INTERVAL: tl.constexpr, DOCUMENTS: tl.constexpr, PADDING: tl.constexpr,
     DOCUMENT_IDS: tl.constexpr, DROPOUT: tl.constexpr, DILATED: tl.constexpr, SOFTCAP: tl.constexpr,
-    ALIBI: tl.constexpr, PRECISION: tl.constexpr, NATURAL: tl.constexpr,
+    ALIBI: tl.constexpr, PRECISION: tl.constexpr, BASE_E: tl.constexpr,
 ):  # fmt: skip
     """out and lse of one tile: `TILE_Q` queries of `PACK` heads that share a list and a key head.
 
-    Scores are in units of log2, which saves a product a score (`scale` has the factor log2(e)), or NATURAL in single
-    precision, where its rounding would show. The sign of the scale is in FLIP.
+    Scores are in units of log2, which saves a product a score (`scale` has the factor log2(e)), or BASE_E in single
+    precision, where its rounding would show. The sign of the scale is in NEGATIVE_SCALE.
     """
     TILES: tl.constexpr = BLOCK_Q // TILE_Q
     pid = tl.program_id(0)
@@ -63,7 +63,7 @@ def forward_kernel(
     block, start, split, stop = load_work(work, which_list * num_blocks + place // TILES)
 
     lane = tl.arange(0, PACK * TILE_Q)
-    query = token_at(block * BLOCK_Q + place % TILES * TILE_Q + lane % TILE_Q, seq_q, classes, BLOCK_Q, DILATED)
+    query = token_at(block * BLOCK_Q + place % TILES * TILE_Q + lane % TILE_Q, seq_q, num_residues, BLOCK_Q, DILATED)
     query_head = head + lane // TILE_Q
     real = query < seq_q
     key_head = head // group
@@ -73,7 +73,7 @@ def forward_kernel(
     queries = load_rows(q + sample_64 * q_b, at, 1, real, D, PADDED_D)
 
     unit, slope, origin = scale, 0.0, 0
-    if SOFTCAP or ALIBI:  # scores are brought to their units before they are shaped
+    if SOFTCAP or ALIBI:  # scores are scaled before they are modified
         unit = 1.0
     if ALIBI:
         slope, origin = tl.load(slopes + query_head)[:, None], tl.min(query, 0)
@@ -89,33 +89,33 @@ def forward_kernel(
         first = masked_from if MASKED else start
         for i in range(num_masked if MASKED else num_full):
             entry, begin, places = tile_at(indices, first, i, stop, BLOCK_K, TILE_K)
-            key = token_at(places, seq_k, classes, BLOCK_K, DILATED)
+            key = token_at(places, seq_k, num_residues, BLOCK_K, DILATED)
             keys = load_tile(k, k_base, sample, key_head, begin, key, k_s, seq_k, D, PADDED_D, TILE_K, TMA)
             scores = tl.dot(queries, keys.T, input_precision=PRECISION)
-            if FLIP:
+            if NEGATIVE_SCALE:
                 scores = -scores
             if SOFTCAP or ALIBI:
-                scores, _ = shaped(
+                scores, _ = apply_score_mods(
                     scores * scale, ahead_of(query[:, None], key[None, :], origin, seq_q, seq_k), slope, cap, SOFTCAP,
-                    ALIBI, NATURAL,
+                    ALIBI, BASE_E,
                 )  # fmt: skip
             if MASKED or PADDING or DOCUMENT_IDS:
                 seen = pairs_allowed(
                     query[:, None], key[None, :], entry[None, :] if GATHERED else entry, split, stop, sample,
                     rule_ids, rules, documents, padding, document_ids, num_intervals, seq_q, seq_k,
-                    MASKED, GATHERED, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS,
+                    MASKED, GATHERED, HAS_RULE_IDS, ONE_INTERVAL, DOCUMENTS, PADDING, DOCUMENT_IDS,
                 )  # fmt: skip
                 scores = tl.where(seen, scores, float("-inf"))
-            scores, raised = weighed(
+            scores, log_m = apply_multiplicity(
                 scores, entry, query[:, None], key[None, :], which_list, rule_ids, branches, num_branches, seq_q, seq_k,
-                unit, MASKED, DILATED, NATURAL,
+                unit, MASKED, DILATED, BASE_E,
             )  # fmt: skip
             new_top = tl.maximum(top, tl.max(scores, 1) * unit)
             base = new_top
             if MASKED or PADDING or DOCUMENT_IDS:  # a row may have seen nothing so far
                 base = tl.where(new_top == float("-inf"), 0.0, new_top)
-            weights = weights_of(scores * unit - (base - raised)[:, None], NATURAL)
-            shrink = weights_of(top - base, NATURAL)
+            weights = weights_of(scores * unit - (base - log_m)[:, None], BASE_E)
+            shrink = weights_of(top - base, BASE_E)
             total = total * shrink + tl.sum(weights, 1)
             if DROPOUT:
                 stays = kept(of_query, drawn_key(seed, key, key)[None, :], threshold)
@@ -128,6 +128,6 @@ def forward_kernel(
     mixed = mixed / tl.where(empty, 1.0, total)[:, None]
     at = ((sample_64 * seq_q + query) * heads + query_head) * D
     store_rows(out, at, 1, real, mixed, D, PADDED_D)
-    natural = top + tl.log(total) if NATURAL else (top + tl.log2(total)) / LOG2E
-    natural = tl.where(empty, float("-inf"), natural)
-    tl.store(lse + (sample_64 * heads + query_head) * seq_q + query, natural, mask=real)
+    row_lse = top + tl.log(total) if BASE_E else (top + tl.log2(total)) / LOG2E
+    row_lse = tl.where(empty, float("-inf"), row_lse)
+    tl.store(lse + (sample_64 * heads + query_head) * seq_q + query, row_lse, mask=real)

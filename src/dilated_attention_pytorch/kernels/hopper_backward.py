@@ -10,18 +10,17 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from .common import (
+    add_pair_multiplicity,
     ahead_of,
-    counted,
+    apply_score_mods,
     drawn_key,
     drawn_query,
     kept,
     key_bounds,
     list_of,
-    log_times,
+    log_multiplicity,
     query_bounds,
-    shaped,
 )
-from .dealing import turns_of
 from .forward import VARYING
 from .hopper_forward import (
     BYTES,
@@ -30,14 +29,15 @@ from .hopper_forward import (
     TILE,
     VARYING_STEPS,
     as_block,
-    in_class,
     load_block,
     pairs_seen,
     reaching,
+    split_residue,
     tile_of,
     token_of,
     tokens_of,
 )
+from .tile_scheduler import num_turns
 
 
 @gluon.jit
@@ -53,35 +53,26 @@ def _row_of(sample, head, block, start, split, stop, offsets, splits, num_blocks
 @gluon.jit
 def _fetch(
     own_a, own_b, stream_a, stream_b, of_rows, buffers, barriers, lists, steps,
-    D: gl.constexpr, OWN_BLOCK: gl.constexpr, BLOCK: gl.constexpr, STREAM: gl.constexpr, RING: gl.constexpr,
+    D: gl.constexpr, OWN_BLOCK: gl.constexpr, BLOCK: gl.constexpr, STREAM: gl.constexpr, NUM_STAGES: gl.constexpr,
     OWN_LISTS: gl.constexpr, OF_KEYS: gl.constexpr, DILATED: gl.constexpr,
 ):  # fmt: skip
     own_buffers_a, own_buffers_b, stream_buffers_a, stream_buffers_b, lse_buffers, delta_buffers = buffers
     own_ready, own_empty, ready, empty = barriers
     (
         offsets, splits, indices, work, batch, heads, group, num_blocks, lists_a_sample, heads_a_list,
-        deal, classes, walked,
+        schedule, num_residues, walked,
     ) = lists  # fmt: skip
     own_step_a, own_step_b, step_a, step_b = steps
     tile_heads = heads // group if OF_KEYS else heads
     PER: gl.constexpr = BLOCK // STREAM
     step = 0
-    for turn in range(turns_of(deal)):
+    for turn in range(num_turns(schedule)):
         # A tile of keys is walked by every query head of its key head, a tile of queries by its key head alone.
         first_list_head = group if OF_KEYS else 1
         sample, head, residue, own, block, start, split, stop = tile_of(
-            turn,
-            deal,
-            work,
-            tile_heads,
-            num_blocks,
-            classes,
-            lists_a_sample,
-            heads_a_list,
-            first_list_head,
-            OWN_BLOCK,
-            DILATED,
-        )
+            turn, schedule, work, tile_heads, num_blocks, num_residues,
+            lists_a_sample, heads_a_list, first_list_head, OWN_BLOCK, DILATED,
+        )  # fmt: skip
         mbarrier.wait(own_empty, (turn & 1) ^ 1)
         mbarrier.expect(own_ready, 2 * TILE * D * BYTES)
         for half in gl.static_range(2):
@@ -99,11 +90,11 @@ def _fetch(
             for i in range((end - begin) * PER):
                 index = gl.load(indices + begin + i // PER)
                 first = index * BLOCK + i % PER * STREAM  # in the order of blocks
-                other_residue, row = in_class(index, walked, DILATED)
+                other_residue, row = split_residue(index, walked, DILATED)
                 row = row * BLOCK + i % PER * STREAM
-                place = step % RING
+                place = step % NUM_STAGES
                 bar = ready.index(place)
-                mbarrier.wait(empty.index(place), (step // RING & 1) ^ 1)
+                mbarrier.wait(empty.index(place), (step // NUM_STAGES & 1) ^ 1)
                 if OF_KEYS:
                     mbarrier.expect(bar, 2 * STREAM * D * BYTES + 2 * STREAM * 4)
                     of_head = sample * heads + other
@@ -141,27 +132,27 @@ def _store(x, value, sample, row, head, seq, heads, column, D: gl.constexpr):
 @gluon.jit
 def _compute_dkv(
     WHO: gl.constexpr, dk, dv, buffers, barriers, masks, lists, numbers,
-    D: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, STREAM: gl.constexpr, RING: gl.constexpr,
-    FLIP: gl.constexpr, NAMED: gl.constexpr, SINGLE: gl.constexpr, DOCUMENTS: gl.constexpr, PADDING: gl.constexpr,
-    DOCUMENT_IDS: gl.constexpr, DILATED: gl.constexpr, SOFTCAP: gl.constexpr, ALIBI: gl.constexpr,
-    DROPOUT: gl.constexpr, OWN_LISTS: gl.constexpr,
+    D: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, STREAM: gl.constexpr, NUM_STAGES: gl.constexpr,
+    NEGATIVE_SCALE: gl.constexpr, HAS_RULE_IDS: gl.constexpr, ONE_INTERVAL: gl.constexpr, DOCUMENTS: gl.constexpr,
+    PADDING: gl.constexpr, DOCUMENT_IDS: gl.constexpr, DILATED: gl.constexpr, SOFTCAP: gl.constexpr,
+    ALIBI: gl.constexpr, DROPOUT: gl.constexpr, OWN_LISTS: gl.constexpr,
 ):  # fmt: skip
     k_buffers, v_buffers, q_buffers, g_buffers, lse_buffers, delta_buffers = buffers
     own_ready, own_empty, ready, empty = barriers
     rule_ids, rules, documents, branches, padding, document_ids, seed, slopes = masks
     (
         offsets, splits, indices, work, batch, heads, group, num_blocks, lists_a_sample, heads_a_list,
-        deal, classes, walked,
+        schedule, num_residues, walked,
     ) = lists  # fmt: skip
     seq_q, seq_k, num_intervals, num_branches, scale, scale_out, cap, threshold, keep_scale = numbers
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STREAM, 16])  # keys × queries
     GRADS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, GRADS, 2)
     PER: gl.constexpr = BLOCK_Q // STREAM
-    HIDES: gl.constexpr = PADDING or DOCUMENT_IDS
-    SHAPED: gl.constexpr = SOFTCAP or ALIBI
+    HAS_CALL_MASK: gl.constexpr = PADDING or DOCUMENT_IDS
+    HAS_SCORE_MODS: gl.constexpr = SOFTCAP or ALIBI
     # A key is seen by `reach` queries after `first` too, whatever the block.
-    BOUNDED: gl.constexpr = SINGLE and not (NAMED or DOCUMENTS or HIDES)
+    BOUNDED: gl.constexpr = ONE_INTERVAL and not (HAS_RULE_IDS or DOCUMENTS or HAS_CALL_MASK)
     dtype: gl.constexpr = k_buffers.dtype
     heads_kv = heads // group
     key_lane = gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
@@ -169,26 +160,17 @@ def _compute_dkv(
     nothing = gl.zeros([ROWS, STREAM], gl.float32, SCORES)
     k, v = k_buffers.index(WHO), v_buffers.index(WHO)
     step = 0
-    for turn in range(turns_of(deal)):
+    for turn in range(num_turns(schedule)):
         sample, key_head, residue, own, block, start, split, stop = tile_of(
-            turn,
-            deal,
-            work,
-            heads_kv,
-            num_blocks,
-            classes,
-            lists_a_sample,
-            heads_a_list,
-            group,
-            BLOCK_K,
-            DILATED,
-        )
-        key = gl.expand_dims(token_of(own + WHO * ROWS + key_lane, residue, classes, DILATED), 1)
+            turn, schedule, work, heads_kv, num_blocks, num_residues,
+            lists_a_sample, heads_a_list, group, BLOCK_K, DILATED,
+        )  # fmt: skip
+        key = gl.expand_dims(token_of(own + WHO * ROWS + key_lane, residue, num_residues, DILATED), 1)
         first, reach = key, key
         if BOUNDED:
             first, last = query_bounds(key, rules, seq_q, seq_k)
             first, reach = reaching(first, last)
-        origin, of_key = token_of(own, residue, classes, DILATED) - (seq_k - seq_q), key
+        origin, of_key = token_of(own, residue, num_residues, DILATED) - (seq_k - seq_q), key
         if DROPOUT:
             of_key = drawn_key(seed, key, own)
         dkeys = gl.zeros([ROWS, D], gl.float32, GRADS)
@@ -202,7 +184,7 @@ def _compute_dkv(
             )  # fmt: skip
             which = list_of(sample, head, lists_a_sample, heads_a_list)
             unit, slope = scale, 0.0
-            if SHAPED:
+            if HAS_SCORE_MODS:
                 unit = 1.0
             if ALIBI:
                 slope = gl.load(slopes + head)
@@ -213,42 +195,53 @@ def _compute_dkv(
                 else:
                     low, high = 0, num_full
                 for i in range(low, high):
-                    place = step % RING
-                    if MASKED or HIDES or SHAPED or DROPOUT:  # asked for now, read when the scores are there
+                    place = step % NUM_STAGES
+                    # Asked for now, read when the scores are there.
+                    if MASKED or HAS_CALL_MASK or HAS_SCORE_MODS or DROPOUT:
                         other = gl.load(indices + begin + i // PER)
-                    times = 1
+                    multiplicity = 1
                     if DILATED:
-                        times = gl.load(rule_ids + begin + i // PER)
-                    mbarrier.wait(ready.index(place), step // RING & 1)
+                        multiplicity = gl.load(rule_ids + begin + i // PER)
+                    mbarrier.wait(ready.index(place), step // NUM_STAGES & 1)
                     q, grad = q_buffers.index(place), g_buffers.index(place)
                     of_scores = warpgroup_mma(k, q.permute((1, 0)), nothing, use_acc=False, is_async=True)
                     of_dweights = warpgroup_mma(v, grad.permute((1, 0)), nothing, use_acc=False, is_async=True)
                     scores = warpgroup_mma_wait(1, deps=[of_scores])
-                    if FLIP:
+                    if NEGATIVE_SCALE:
                         scores = -scores
-                    if SHAPED or DROPOUT:
-                        query = tokens_of(other, i, query_lane, walked, classes, BLOCK_Q, STREAM, DILATED)
-                    if SHAPED:
-                        scores, steepness = shaped(
+                    if HAS_SCORE_MODS or DROPOUT:
+                        query = tokens_of(other, i, query_lane, walked, num_residues, BLOCK_Q, STREAM, DILATED)
+                    if HAS_SCORE_MODS:
+                        scores, softcap_grad = apply_score_mods(
                             scores * scale, ahead_of(query, key, origin, seq_q, seq_k), slope, cap,
                             SOFTCAP, ALIBI, False,
                         )  # fmt: skip
                     row_lse = as_row(lse_buffers.index(place)).load(gl.SliceLayout(0, SCORES))
                     if DILATED:
-                        row_lse = row_lse - log_times(times, False)
+                        row_lse = row_lse - log_multiplicity(multiplicity, False)
                         if MASKED and DILATED == 2:
-                            query = tokens_of(other, i, query_lane, walked, classes, BLOCK_Q, STREAM, DILATED)
-                            scores = counted(
-                                scores, times, query, key, which, branches, num_branches, seq_q, seq_k, unit, False
+                            query = tokens_of(other, i, query_lane, walked, num_residues, BLOCK_Q, STREAM, DILATED)
+                            scores = add_pair_multiplicity(
+                                scores,
+                                multiplicity,
+                                query,
+                                key,
+                                which,
+                                branches,
+                                num_branches,
+                                seq_q,
+                                seq_k,
+                                unit,
+                                False,
                             )
                     weights = gl.exp2(scores * unit - gl.expand_dims(row_lse, 0))
-                    if MASKED or HIDES:  # noqa: SIM102
+                    if MASKED or HAS_CALL_MASK:  # noqa: SIM102
                         if begin < end:  # always so: see `hopper_forward`
-                            query = tokens_of(other, i, query_lane, walked, classes, BLOCK_Q, STREAM, DILATED)
+                            query = tokens_of(other, i, query_lane, walked, num_residues, BLOCK_Q, STREAM, DILATED)
                             seen = pairs_seen(
                                 query, query, key, first, reach, begin + i // PER, turns_partial, end, sample,
                                 rule_ids, rules, documents, padding, document_ids, num_intervals, seq_q, seq_k,
-                                BOUNDED, MASKED, False, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS,
+                                BOUNDED, MASKED, False, HAS_RULE_IDS, ONE_INTERVAL, DOCUMENTS, PADDING, DOCUMENT_IDS,
                             )  # fmt: skip
                             weights = gl.where(seen, weights, 0.0)
                     dropped = weights
@@ -260,7 +253,7 @@ def _compute_dkv(
                         dropped = gl.where(weights < 0.0, 0.0, weights)  # NaN is not lost
                     operand = gl.convert_layout(dropped.to(dtype), OPERAND)
                     if SOFTCAP:
-                        weights *= steepness
+                        weights *= softcap_grad
                     row_delta = as_row(delta_buffers.index(place)).load(gl.SliceLayout(0, SCORES))
                     dweights = warpgroup_mma_wait(0, deps=[of_dweights])
                     if DROPOUT:
@@ -276,7 +269,7 @@ def _compute_dkv(
         mbarrier.arrive(own_empty, count=1)
         lane = gl.arange(0, ROWS, gl.SliceLayout(1, GRADS))
         column = gl.arange(0, D, gl.SliceLayout(0, GRADS))
-        token = token_of(own + WHO * ROWS + lane, residue, classes, DILATED)
+        token = token_of(own + WHO * ROWS + lane, residue, num_residues, DILATED)
         if DROPOUT:  # what all kept weights are multiplied by
             dkeys, dvalues = dkeys * keep_scale, dvalues * keep_scale
         _store(dk, dkeys * scale_out, sample, token, key_head, seq_k, heads_kv, column, D)
@@ -286,59 +279,49 @@ def _compute_dkv(
 @gluon.jit
 def _compute_dq(
     WHO: gl.constexpr, dq, lse, delta, buffers, barriers, masks, lists, numbers,
-    D: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, STREAM: gl.constexpr, RING: gl.constexpr,
-    FLIP: gl.constexpr, NAMED: gl.constexpr, SINGLE: gl.constexpr, DOCUMENTS: gl.constexpr, PADDING: gl.constexpr,
-    DOCUMENT_IDS: gl.constexpr, DILATED: gl.constexpr, SOFTCAP: gl.constexpr, ALIBI: gl.constexpr,
-    DROPOUT: gl.constexpr,
+    D: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, STREAM: gl.constexpr, NUM_STAGES: gl.constexpr,
+    NEGATIVE_SCALE: gl.constexpr, HAS_RULE_IDS: gl.constexpr, ONE_INTERVAL: gl.constexpr, DOCUMENTS: gl.constexpr,
+    PADDING: gl.constexpr, DOCUMENT_IDS: gl.constexpr, DILATED: gl.constexpr, SOFTCAP: gl.constexpr,
+    ALIBI: gl.constexpr, DROPOUT: gl.constexpr,
 ):  # fmt: skip
     q_buffers, g_buffers, k_buffers, v_buffers, lse_buffers, delta_buffers = buffers
     own_ready, own_empty, ready, empty = barriers
     rule_ids, rules, documents, branches, padding, document_ids, seed, slopes = masks
     (
         offsets, splits, indices, work, batch, heads, group, num_blocks, lists_a_sample, heads_a_list,
-        deal, classes, walked,
+        schedule, num_residues, walked,
     ) = lists  # fmt: skip
     seq_q, seq_k, num_intervals, num_branches, scale, scale_out, cap, threshold, keep_scale = numbers
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STREAM, 16])  # queries × keys
     GRADS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, GRADS, 2)
     PER: gl.constexpr = BLOCK_K // STREAM
-    HIDES: gl.constexpr = PADDING or DOCUMENT_IDS
-    SHAPED: gl.constexpr = SOFTCAP or ALIBI
-    BOUNDED: gl.constexpr = SINGLE and not (NAMED or HIDES)
+    HAS_CALL_MASK: gl.constexpr = PADDING or DOCUMENT_IDS
+    HAS_SCORE_MODS: gl.constexpr = SOFTCAP or ALIBI
+    BOUNDED: gl.constexpr = ONE_INTERVAL and not (HAS_RULE_IDS or HAS_CALL_MASK)
     dtype: gl.constexpr = q_buffers.dtype
     query_lane = gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
     key_lane = gl.arange(0, STREAM, gl.SliceLayout(0, SCORES))
     nothing = gl.zeros([ROWS, STREAM], gl.float32, SCORES)
     q, grad = q_buffers.index(WHO), g_buffers.index(WHO)
     step = 0
-    for turn in range(turns_of(deal)):
+    for turn in range(num_turns(schedule)):
         sample, head, residue, own, _, start, split, stop = tile_of(
-            turn,
-            deal,
-            work,
-            heads,
-            num_blocks,
-            classes,
-            lists_a_sample,
-            heads_a_list,
-            1,
-            BLOCK_Q,
-            DILATED,
+            turn, schedule, work, heads, num_blocks, num_residues, lists_a_sample, heads_a_list, 1, BLOCK_Q, DILATED
         )
         row = own + WHO * ROWS + query_lane
-        query = gl.expand_dims(token_of(row, residue, classes, DILATED), 1)
+        query = gl.expand_dims(token_of(row, residue, num_residues, DILATED), 1)
         which = list_of(sample, head, lists_a_sample, heads_a_list)
         of_head = (sample.to(gl.int64) * heads + head) * (num_blocks * BLOCK_Q)
-        of_row = of_head + residue * (num_blocks // classes * BLOCK_Q) + row
+        of_row = of_head + residue * (num_blocks // num_residues * BLOCK_Q) + row
         row_lse, row_delta = gl.load(lse + of_row), gl.load(delta + of_row)
         first, reach = query, query
         if BOUNDED:
             first, last = key_bounds(query, 0, 0, rules, documents, num_intervals, seq_q, seq_k, DOCUMENTS)
             first, reach = reaching(first, last)
         unit, slope, of_query = scale, 0.0, query
-        origin = token_of(own, residue, classes, DILATED)
-        if SHAPED:
+        origin = token_of(own, residue, num_residues, DILATED)
+        if HAS_SCORE_MODS:
             unit = 1.0
         if ALIBI:
             slope = gl.load(slopes + head)
@@ -354,45 +337,45 @@ def _compute_dq(
             else:
                 low, high = 0, num_full
             for i in range(low, high):
-                place = step % RING
-                if MASKED or HIDES or SHAPED or DROPOUT:
+                place = step % NUM_STAGES
+                if MASKED or HAS_CALL_MASK or HAS_SCORE_MODS or DROPOUT:
                     other = gl.load(indices + start + i // PER)
-                times = 1
+                multiplicity = 1
                 if DILATED:
-                    times = gl.load(rule_ids + start + i // PER)
-                mbarrier.wait(ready.index(place), step // RING & 1)
+                    multiplicity = gl.load(rule_ids + start + i // PER)
+                mbarrier.wait(ready.index(place), step // NUM_STAGES & 1)
                 k, v = k_buffers.index(place), v_buffers.index(place)
                 of_scores = warpgroup_mma(q, k.permute((1, 0)), nothing, use_acc=False, is_async=True)
                 of_dweights = warpgroup_mma(grad, v.permute((1, 0)), nothing, use_acc=False, is_async=True)
                 scores = warpgroup_mma_wait(1, deps=[of_scores])
-                if FLIP:
+                if NEGATIVE_SCALE:
                     scores = -scores
-                if SHAPED or DROPOUT:
-                    key = tokens_of(other, i, key_lane, walked, classes, BLOCK_K, STREAM, DILATED)
-                if SHAPED:
-                    scores, steepness = shaped(
+                if HAS_SCORE_MODS or DROPOUT:
+                    key = tokens_of(other, i, key_lane, walked, num_residues, BLOCK_K, STREAM, DILATED)
+                if HAS_SCORE_MODS:
+                    scores, softcap_grad = apply_score_mods(
                         scores * scale, ahead_of(query, key, origin, seq_q, seq_k), slope, cap, SOFTCAP, ALIBI, False
                     )  # fmt: skip
                 lowered = row_lse
                 if DILATED:
-                    lowered = row_lse - log_times(times, False)
+                    lowered = row_lse - log_multiplicity(multiplicity, False)
                     if MASKED and DILATED == 2:
-                        key = tokens_of(other, i, key_lane, walked, classes, BLOCK_K, STREAM, DILATED)
-                        scores = counted(
-                            scores, times, query, key, which, branches, num_branches, seq_q, seq_k, unit, False
+                        key = tokens_of(other, i, key_lane, walked, num_residues, BLOCK_K, STREAM, DILATED)
+                        scores = add_pair_multiplicity(
+                            scores, multiplicity, query, key, which, branches, num_branches, seq_q, seq_k, unit, False
                         )
                 weights = gl.exp2(scores * unit - gl.expand_dims(lowered, 1))
-                if MASKED or HIDES:  # noqa: SIM102
+                if MASKED or HAS_CALL_MASK:  # noqa: SIM102
                     if start < stop:
-                        key = tokens_of(other, i, key_lane, walked, classes, BLOCK_K, STREAM, DILATED)
+                        key = tokens_of(other, i, key_lane, walked, num_residues, BLOCK_K, STREAM, DILATED)
                         seen = pairs_seen(
                             key, query, key, first, reach, start + i // PER, split, stop, sample,
                             rule_ids, rules, documents, padding, document_ids, num_intervals, seq_q, seq_k,
-                            BOUNDED, MASKED, False, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS,
+                            BOUNDED, MASKED, False, HAS_RULE_IDS, ONE_INTERVAL, DOCUMENTS, PADDING, DOCUMENT_IDS,
                         )  # fmt: skip
                         weights = gl.where(seen, weights, 0.0)
                 if SOFTCAP:
-                    weights *= steepness
+                    weights *= softcap_grad
                 dweights = warpgroup_mma_wait(0, deps=[of_dweights])
                 if DROPOUT:
                     stays = kept(of_query, drawn_key(seed, key, other * BLOCK_K), threshold)
@@ -405,7 +388,7 @@ def _compute_dq(
         mbarrier.arrive(own_empty, count=1)
         lane = gl.arange(0, ROWS, gl.SliceLayout(1, GRADS))
         column = gl.arange(0, D, gl.SliceLayout(0, GRADS))
-        token = token_of(own + WHO * ROWS + lane, residue, classes, DILATED)
+        token = token_of(own + WHO * ROWS + lane, residue, num_residues, DILATED)
         if DROPOUT:
             dqueries = dqueries * keep_scale
         _store(dq, dqueries * scale_out, sample, token, head, seq_q, heads, column, D)
@@ -415,13 +398,13 @@ def _compute_dq(
 def backward_kernel(
     q, k, v, grad, of_rows, lse, delta, dq, dk, dv,
     offsets, splits, indices, rule_ids, work, rules, documents, branches, padding, document_ids, seed, slopes,
-    batch, heads, group, seq_q, seq_k, num_blocks, lists_a_sample, heads_a_list, num_intervals, num_branches, classes,
-    total, num_tiles, first, order, walked, q_step, k_step, v_step, g_step,
+    batch, heads, group, seq_q, seq_k, num_blocks, lists_a_sample, heads_a_list, num_intervals, num_branches,
+    num_residues, total_tiles, tiles_per_head, first_tile, tile_order, walked, q_step, k_step, v_step, g_step,
     scale, scale_out, cap, threshold, keep_scale,
-    D: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, STREAM: gl.constexpr, RING: gl.constexpr,
-    FLIP: gl.constexpr, NAMED: gl.constexpr, SINGLE: gl.constexpr, DOCUMENTS: gl.constexpr, PADDING: gl.constexpr,
-    DOCUMENT_IDS: gl.constexpr, DILATED: gl.constexpr, SOFTCAP: gl.constexpr, ALIBI: gl.constexpr,
-    DROPOUT: gl.constexpr, OWN_LISTS: gl.constexpr, OF_KEYS: gl.constexpr,
+    D: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, STREAM: gl.constexpr, NUM_STAGES: gl.constexpr,
+    NEGATIVE_SCALE: gl.constexpr, HAS_RULE_IDS: gl.constexpr, ONE_INTERVAL: gl.constexpr, DOCUMENTS: gl.constexpr,
+    PADDING: gl.constexpr, DOCUMENT_IDS: gl.constexpr, DILATED: gl.constexpr, SOFTCAP: gl.constexpr,
+    ALIBI: gl.constexpr, DROPOUT: gl.constexpr, OWN_LISTS: gl.constexpr, OF_KEYS: gl.constexpr,
 ):  # fmt: skip
     """dk and dv (OF_KEYS; the lists are those by key) or dq.
 
@@ -431,17 +414,17 @@ def backward_kernel(
     STREAM_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([STREAM, D], q.dtype)
     own_buffers_a = gl.allocate_shared_memory(q.dtype, [2, ROWS, D], OWN_LAYOUT)
     own_buffers_b = gl.allocate_shared_memory(q.dtype, [2, ROWS, D], OWN_LAYOUT)
-    stream_buffers_a = gl.allocate_shared_memory(q.dtype, [RING, STREAM, D], STREAM_LAYOUT)
-    stream_buffers_b = gl.allocate_shared_memory(q.dtype, [RING, STREAM, D], STREAM_LAYOUT)
-    lse_buffers = gl.allocate_shared_memory(gl.float32, [RING, 1, STREAM], of_rows.layout)
-    delta_buffers = gl.allocate_shared_memory(gl.float32, [RING, 1, STREAM], of_rows.layout)
+    stream_buffers_a = gl.allocate_shared_memory(q.dtype, [NUM_STAGES, STREAM, D], STREAM_LAYOUT)
+    stream_buffers_b = gl.allocate_shared_memory(q.dtype, [NUM_STAGES, STREAM, D], STREAM_LAYOUT)
+    lse_buffers = gl.allocate_shared_memory(gl.float32, [NUM_STAGES, 1, STREAM], of_rows.layout)
+    delta_buffers = gl.allocate_shared_memory(gl.float32, [NUM_STAGES, 1, STREAM], of_rows.layout)
     own_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     own_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    ready = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
+    ready = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], mbarrier.MBarrierLayout())
     mbarrier.init(own_ready, count=1)
     mbarrier.init(own_empty, count=2)
-    for i in gl.static_range(RING):
+    for i in gl.static_range(NUM_STAGES):
         mbarrier.init(ready.index(i), count=1)
         mbarrier.init(empty.index(i), count=2)
     buffers = (own_buffers_a, own_buffers_b, stream_buffers_a, stream_buffers_b, lse_buffers, delta_buffers)
@@ -449,38 +432,40 @@ def backward_kernel(
     masks = (rule_ids, rules, documents, branches, padding, document_ids, seed, slopes)
     lists = (
         offsets, splits, indices, work, batch, heads, group, num_blocks, lists_a_sample, heads_a_list,
-        (total, num_tiles, first, order), classes, walked,
+        (total_tiles, tiles_per_head, first_tile, tile_order), num_residues, walked,
     )  # fmt: skip
     numbers = (seq_q, seq_k, num_intervals, num_branches, scale, scale_out, cap, threshold, keep_scale)
     if OF_KEYS:
         gl.warp_specialize([
             (_compute_dkv, (
-                0, dk, dv, buffers, barriers, masks, lists, numbers, D, BLOCK_Q, BLOCK_K, STREAM, RING,
-                FLIP, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS, DILATED, SOFTCAP, ALIBI, DROPOUT,
-                OWN_LISTS,
+                0, dk, dv, buffers, barriers, masks, lists, numbers, D, BLOCK_Q, BLOCK_K, STREAM, NUM_STAGES,
+                NEGATIVE_SCALE, HAS_RULE_IDS, ONE_INTERVAL, DOCUMENTS, PADDING, DOCUMENT_IDS, DILATED, SOFTCAP, ALIBI,
+                DROPOUT, OWN_LISTS,
             )),
             (_compute_dkv, (
-                1, dk, dv, buffers, barriers, masks, lists, numbers, D, BLOCK_Q, BLOCK_K, STREAM, RING,
-                FLIP, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS, DILATED, SOFTCAP, ALIBI, DROPOUT,
-                OWN_LISTS,
+                1, dk, dv, buffers, barriers, masks, lists, numbers, D, BLOCK_Q, BLOCK_K, STREAM, NUM_STAGES,
+                NEGATIVE_SCALE, HAS_RULE_IDS, ONE_INTERVAL, DOCUMENTS, PADDING, DOCUMENT_IDS, DILATED, SOFTCAP, ALIBI,
+                DROPOUT, OWN_LISTS,
             )),
             (_fetch, (
                 k, v, q, grad, of_rows, buffers, barriers, lists, (k_step, v_step, q_step, g_step),
-                D, BLOCK_K, BLOCK_Q, STREAM, RING, OWN_LISTS, True, DILATED,
+                D, BLOCK_K, BLOCK_Q, STREAM, NUM_STAGES, OWN_LISTS, True, DILATED,
             )),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (_compute_dq, (
-                0, dq, lse, delta, buffers, barriers, masks, lists, numbers, D, BLOCK_Q, BLOCK_K, STREAM, RING,
-                FLIP, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS, DILATED, SOFTCAP, ALIBI, DROPOUT,
+                0, dq, lse, delta, buffers, barriers, masks, lists, numbers, D, BLOCK_Q, BLOCK_K, STREAM, NUM_STAGES,
+                NEGATIVE_SCALE, HAS_RULE_IDS, ONE_INTERVAL, DOCUMENTS, PADDING, DOCUMENT_IDS, DILATED, SOFTCAP, ALIBI,
+                DROPOUT,
             )),
             (_compute_dq, (
-                1, dq, lse, delta, buffers, barriers, masks, lists, numbers, D, BLOCK_Q, BLOCK_K, STREAM, RING,
-                FLIP, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS, DILATED, SOFTCAP, ALIBI, DROPOUT,
+                1, dq, lse, delta, buffers, barriers, masks, lists, numbers, D, BLOCK_Q, BLOCK_K, STREAM, NUM_STAGES,
+                NEGATIVE_SCALE, HAS_RULE_IDS, ONE_INTERVAL, DOCUMENTS, PADDING, DOCUMENT_IDS, DILATED, SOFTCAP, ALIBI,
+                DROPOUT,
             )),
             (_fetch, (
                 q, grad, k, v, of_rows, buffers, barriers, lists, (q_step, g_step, k_step, v_step),
-                D, BLOCK_Q, BLOCK_K, STREAM, RING, False, False, DILATED,
+                D, BLOCK_Q, BLOCK_K, STREAM, NUM_STAGES, False, False, DILATED,
             )),
         ], [4, 1], [240, 24])  # fmt: skip

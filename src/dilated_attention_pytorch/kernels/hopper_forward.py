@@ -29,22 +29,22 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from .binding import MOST, described_again
 from .common import (
+    add_pair_multiplicity,
     ahead_of,
-    counted,
+    apply_score_mods,
     drawn_key,
     drawn_query,
     kept,
     key_bounds,
     list_of,
     load_work,
-    log_times,
+    log_multiplicity,
     pairs_allowed,
-    shaped,
 )
-from .dealing import tile_dealt, turns_of
 from .forward import VARYING
+from .launcher import MOST, described_again
+from .tile_scheduler import num_turns, scheduled_tile
 
 PLAIN_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
@@ -57,15 +57,15 @@ ROWS = gl.constexpr(64)  # of a warpgroup
 TILE = gl.constexpr(2 * ROWS.value)
 
 
-def describe(x: Tensor, rows: int, classes: int) -> TensorDescriptor:
-    """For the copy engine: `rows` tokens of one head of x [batch, seq, heads, D], every `classes`-th.
+def describe(x: Tensor, rows: int, num_residues: int) -> TensorDescriptor:
+    """For the copy engine: `rows` tokens of one head of x [batch, seq, heads, D], every `num_residues`-th.
 
-    Those ≡ c modulo `classes` lie in the columns from `c · x.stride(1)` on.
+    Those ≡ r modulo `num_residues` lie in the columns from `r · x.stride(1)` on.
     """
     batch, seq, heads, head_dim = x.shape
     of_sample, step = x.stride()[:2]
-    shape, strides = (batch, seq // classes, (classes - 1) * step + heads * head_dim), (of_sample, step * classes, 1)
-    return _described(x, shape, strides, (1, rows, head_dim))
+    shape = batch, seq // num_residues, (num_residues - 1) * step + heads * head_dim
+    return _described(x, shape, (of_sample, step * num_residues, 1), (1, rows, head_dim))
 
 
 def describe_rows(of_rows: Tensor, num: int) -> TensorDescriptor:
@@ -103,20 +103,20 @@ def as_block(buffer, descriptor):
 
 
 @gluon.jit
-def in_class(block, blocks_a_class, DILATED: gl.constexpr):
-    """Which class of tokens a block takes, and which block of that class it is."""
+def split_residue(block, blocks_per_residue, DILATED: gl.constexpr):
+    """The residue class whose tokens a block takes, and the number of the block in that class."""
     if DILATED:
-        residue = block // blocks_a_class
-        block = block - residue * blocks_a_class
+        residue = block // blocks_per_residue
+        block = block - residue * blocks_per_residue
     else:
         residue = 0
     return residue, block
 
 
 @gluon.jit
-def token_of(row, residue, classes, DILATED: gl.constexpr):
+def token_of(row, residue, num_residues, DILATED: gl.constexpr):
     if DILATED:
-        token = row * classes + residue
+        token = row * num_residues + residue
     else:
         token = row
     return token
@@ -124,42 +124,42 @@ def token_of(row, residue, classes, DILATED: gl.constexpr):
 
 @gluon.jit
 def tile_of(
-    turn, deal, work, heads, num_blocks, classes, lists_a_sample, heads_a_list, list_heads,
+    turn, schedule, work, heads, num_blocks, num_residues, lists_a_sample, heads_a_list, list_heads,
     BLOCK: gl.constexpr, DILATED: gl.constexpr,
 ):  # fmt: skip
-    """Sample, head, class and first row in it, block and list of the tile of a turn; the list is that of query head
-    `head · list_heads`."""
+    """Sample, head, residue class and first row in it, block and list of the tile of a turn; the list is that of query
+    head `head · list_heads`."""
     TILES: gl.constexpr = BLOCK // TILE
-    place, which = tile_dealt(turn, deal)
+    place, which = scheduled_tile(turn, schedule)
     sample, head = which // heads, which % heads
     rows_before = list_of(sample, head * list_heads, lists_a_sample, heads_a_list) * num_blocks
     block, start, split, stop = load_work(work, rows_before + place // TILES)
-    residue, row = in_class(block, num_blocks // classes, DILATED)
+    residue, row = split_residue(block, num_blocks // num_residues, DILATED)
     return sample, head, residue, row * BLOCK + place % TILES * TILE, block, start, split, stop
 
 
 @gluon.jit
 def _fetch(
     q, k, v, buffers, barriers, lists, D: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr,
-    TILE_K: gl.constexpr, Q_RING: gl.constexpr, KV_RING: gl.constexpr, DILATED: gl.constexpr,
+    TILE_K: gl.constexpr, Q_STAGES: gl.constexpr, KV_STAGES: gl.constexpr, DILATED: gl.constexpr,
 ):  # fmt: skip
     q_buffers, k_buffers, v_buffers = buffers
     q_ready, q_empty, k_ready, k_empty, v_ready, v_empty = barriers
-    indices, work, heads, group, num_blocks, lists_a_sample, heads_a_list, deal, classes, walked, steps = lists
+    indices, work, heads, group, num_blocks, lists_a_sample, heads_a_list, schedule, num_residues, walked, steps = lists
     q_step, k_step, v_step = steps
     PER: gl.constexpr = BLOCK_K // TILE_K
-    step, turns = 0, turns_of(deal)
+    step, turns = 0, num_turns(schedule)
     sample, head, residue, query, _, start, _, stop = tile_of(
-        0, deal, work, heads, num_blocks, classes, lists_a_sample, heads_a_list, 1, BLOCK_Q, DILATED
+        0, schedule, work, heads, num_blocks, num_residues, lists_a_sample, heads_a_list, 1, BLOCK_Q, DILATED
     )
     block = gl.load(indices + start, mask=start < stop, other=0)
     for turn in range(turns):
         # Reading lists takes as long as a block of work: the next tile and the next block are asked for in time.
         next_sample, next_head, next_residue, next_query, _, next_start, _, next_stop = tile_of(
-            turn + 1, deal, work, heads, num_blocks, classes, lists_a_sample, heads_a_list, 1, BLOCK_Q, DILATED
+            turn + 1, schedule, work, heads, num_blocks, num_residues, lists_a_sample, heads_a_list, 1, BLOCK_Q, DILATED
         )
-        place = turn % Q_RING
-        mbarrier.wait(q_empty.index(place), (turn // Q_RING & 1) ^ 1)
+        place = turn % Q_STAGES
+        mbarrier.wait(q_empty.index(place), (turn // Q_STAGES & 1) ^ 1)
         mbarrier.expect(q_ready.index(place), TILE * D * BYTES)
         for half in gl.static_range(2):
             buffer = q_buffers.index(2 * place + half)
@@ -171,9 +171,9 @@ def _fetch(
             ends = i + 1 == num
             entry = gl.where(ends, next_start, start + (i + 1) // PER)
             next_block = gl.load(indices + entry, mask=entry < gl.where(ends, next_stop, stop), other=0)
-            key_residue, row = in_class(block, walked, DILATED)
+            key_residue, row = split_residue(block, walked, DILATED)
             row = row * BLOCK_K + i % PER * TILE_K
-            place, phase = step % KV_RING, step // KV_RING & 1
+            place, phase = step % KV_STAGES, step // KV_STAGES & 1
             mbarrier.wait(k_empty.index(place), phase ^ 1)
             mbarrier.expect(k_ready.index(place), TILE_K * D * BYTES)
             at = [sample, row, column + key_residue * k_step]
@@ -209,23 +209,24 @@ def hand_over(WHO: gl.constexpr):
 def _compute(
     WHO: gl.constexpr, out, lse, buffers, barriers, masks, lists, numbers,
     D: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, TILE_K: gl.constexpr,
-    Q_RING: gl.constexpr, KV_RING: gl.constexpr, FLIP: gl.constexpr,
-    NAMED: gl.constexpr, SINGLE: gl.constexpr, DOCUMENTS: gl.constexpr, PADDING: gl.constexpr,
+    Q_STAGES: gl.constexpr, KV_STAGES: gl.constexpr, NEGATIVE_SCALE: gl.constexpr,
+    HAS_RULE_IDS: gl.constexpr, ONE_INTERVAL: gl.constexpr, DOCUMENTS: gl.constexpr, PADDING: gl.constexpr,
     DOCUMENT_IDS: gl.constexpr, DILATED: gl.constexpr, SOFTCAP: gl.constexpr, ALIBI: gl.constexpr,
     DROPOUT: gl.constexpr,
 ):  # fmt: skip
     q_buffers, k_buffers, v_buffers = buffers
     q_ready, q_empty, k_ready, k_empty, v_ready, v_empty = barriers
     rule_ids, rules, documents, branches, padding, document_ids, seed, slopes = masks
-    indices, work, heads, group, num_blocks, lists_a_sample, heads_a_list, deal, classes, walked, _ = lists
+    indices, work, heads, group, num_blocks, lists_a_sample, heads_a_list, schedule, num_residues, walked, _ = lists
     seq_q, seq_k, num_intervals, num_branches, scale, cap, threshold, keep_scale = numbers
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_K, 16])
     MIXED: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, MIXED, 2)
     PER: gl.constexpr = BLOCK_K // TILE_K
-    HIDES: gl.constexpr = PADDING or DOCUMENT_IDS
-    SHAPED: gl.constexpr = SOFTCAP or ALIBI
-    BOUNDED: gl.constexpr = SINGLE and not NAMED  # a query sees `reach` keys after `first` too, whatever the block
+    HAS_CALL_MASK: gl.constexpr = PADDING or DOCUMENT_IDS
+    HAS_SCORE_MODS: gl.constexpr = SOFTCAP or ALIBI
+    # A query sees the keys from `first` to `reach` behind it, whatever the block.
+    BOUNDED: gl.constexpr = ONE_INTERVAL and not HAS_RULE_IDS
     dtype: gl.constexpr = q_buffers.dtype
     # As what weights wait for their turn: ptxas keeps rounded ones with their pairs the wrong way round, and to turn
     # them takes 32 instructions a block. Large heads leave no registers for more.
@@ -234,11 +235,11 @@ def _compute(
     lane = gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
     key_lane = gl.arange(0, TILE_K, gl.SliceLayout(0, SCORES))
 
-    step, turns = 0, turns_of(deal)
+    step, turns = 0, num_turns(schedule)
     if WHO == 1:
         hand_over(WHO)
     sample, head, residue, query_from, _, start, split, stop = tile_of(
-        0, deal, work, heads, num_blocks, classes, lists_a_sample, heads_a_list, 1, BLOCK_Q, DILATED
+        0, schedule, work, heads, num_blocks, num_residues, lists_a_sample, heads_a_list, 1, BLOCK_Q, DILATED
     )
     mbarrier.wait(q_ready.index(0), 0)
     mbarrier.wait(k_ready.index(0), 0)
@@ -248,10 +249,10 @@ def _compute(
     for turn in range(turns):
         # What the next tile is: asked for now, read when this one is done.
         next_sample, next_head, next_residue, next_query, _, next_start, next_split, next_stop = tile_of(
-            turn + 1, deal, work, heads, num_blocks, classes, lists_a_sample, heads_a_list, 1, BLOCK_Q, DILATED
+            turn + 1, schedule, work, heads, num_blocks, num_residues, lists_a_sample, heads_a_list, 1, BLOCK_Q, DILATED
         )
-        q = q_buffers.index(turn % Q_RING * 2 + WHO)
-        row = token_of(query_from + WHO * ROWS + lane, residue, classes, DILATED)
+        q = q_buffers.index(turn % Q_STAGES * 2 + WHO)
+        row = token_of(query_from + WHO * ROWS + lane, residue, num_residues, DILATED)
         query = gl.expand_dims(row, 1)
         which = list_of(sample, head, lists_a_sample, heads_a_list)
         first, reach = query, query
@@ -259,9 +260,9 @@ def _compute(
             first, last = key_bounds(query, 0, 0, rules, documents, num_intervals, seq_q, seq_k, DOCUMENTS)
             first, reach = reaching(first, last)
         unit, slope, of_query = scale, 0.0, query
-        if SHAPED:  # scores are brought to their units before they are shaped
+        if HAS_SCORE_MODS:  # scores are scaled before they are modified
             unit = 1.0
-        origin = token_of(query_from, residue, classes, DILATED)
+        origin = token_of(query_from, residue, num_residues, DILATED)
         if ALIBI:
             slope = gl.load(slopes + head)
         if DROPOUT:
@@ -270,88 +271,88 @@ def _compute(
         num = gl.maximum((stop - start) * PER, 1)  # a row without keys has one block, of which it sees nothing
 
         block = gl.load(indices + start, mask=start < stop, other=0)
-        times, raised = 1, 0.0
+        multiplicity, log_m = 1, 0.0
         if DILATED:
-            times = gl.load(rule_ids + start, mask=start < stop, other=1)
-            raised = log_times(times, False)
+            multiplicity = gl.load(rule_ids + start, mask=start < stop, other=1)
+            log_m = log_multiplicity(multiplicity, False)
         scores = warpgroup_mma_wait(0, deps=[pending])
-        mbarrier.arrive(k_empty.index(step % KV_RING), count=1)
-        if FLIP:
+        mbarrier.arrive(k_empty.index(step % KV_STAGES), count=1)
+        if NEGATIVE_SCALE:
             scores = -scores
-        if SHAPED or DROPOUT:
-            key = tokens_of(block, 0, key_lane, walked, classes, BLOCK_K, TILE_K, DILATED)
-        if SHAPED:
-            scores = shaped(
+        if HAS_SCORE_MODS or DROPOUT:
+            key = tokens_of(block, 0, key_lane, walked, num_residues, BLOCK_K, TILE_K, DILATED)
+        if HAS_SCORE_MODS:
+            scores = apply_score_mods(
                 scores * scale, ahead_of(query, key, origin, seq_q, seq_k), slope, cap, SOFTCAP, ALIBI, False
             )[0]
-        if HIDES or num_full == 0:
-            key = tokens_of(block, 0, key_lane, walked, classes, BLOCK_K, TILE_K, DILATED)
+        if HAS_CALL_MASK or num_full == 0:
+            key = tokens_of(block, 0, key_lane, walked, num_residues, BLOCK_K, TILE_K, DILATED)
             scores = _hide(
-                scores, query, first, reach, key, start, split, stop, sample, which, times, unit,
+                scores, query, first, reach, key, start, split, stop, sample, which, multiplicity, unit,
                 rule_ids, rules, documents, branches, padding, document_ids, num_intervals, num_branches, seq_q, seq_k,
-                True, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS, DILATED,
+                True, HAS_RULE_IDS, ONE_INTERVAL, DOCUMENTS, PADDING, DOCUMENT_IDS, DILATED,
             )  # fmt: skip
         top = row_max(scores) * unit
         base = gl.where(top == float("-inf"), 0.0, top)
-        weights = gl.exp2(scores * unit - gl.expand_dims(base - raised, 1))
+        weights = gl.exp2(scores * unit - gl.expand_dims(base - log_m, 1))
         sums = gl.sum(weights, 1)
         if DROPOUT:
             weights *= gl.where(kept(of_query, drawn_key(seed, key, block * BLOCK_K), threshold), keep_scale, 0.0)
         weights = weights.to(KEPT)
         if turn > 0:  # by now the tile before has left its buffer
             tma.store_wait(0)
-            mbarrier.arrive(q_empty.index((turn - 1) % Q_RING), count=1)
+            mbarrier.arrive(q_empty.index((turn - 1) % Q_STAGES), count=1)
         mixed = gl.zeros([ROWS, D], gl.float32, MIXED)
         for MASKED in gl.static_range(2):
             if MASKED:
                 begin, end = gl.maximum(num_full, 1), num
                 # The same queries, by an address that does not look the same (no list ends before it starts): else
                 # ptxas reads here what it has computed before the loop over full blocks, even where there are none.
-                q = q_buffers.index(turn % Q_RING * 2 + WHO + (start > stop).to(gl.int32))
+                q = q_buffers.index(turn % Q_STAGES * 2 + WHO + (start > stop).to(gl.int32))
             else:
                 begin, end = 1, num_full
             for i in range(begin, end):
                 here, before = step + i, step + i - 1
-                if MASKED or HIDES or ALIBI or DROPOUT:  # asked for now, read when the scores are there
+                if MASKED or HAS_CALL_MASK or ALIBI or DROPOUT:  # asked for now, read when the scores are there
                     block = gl.load(indices + start + i // PER)
                 if DILATED:
-                    times = gl.load(rule_ids + start + i // PER)
-                place, place_before = here % KV_RING, before % KV_RING
-                mbarrier.wait(k_ready.index(place), here // KV_RING & 1)
+                    multiplicity = gl.load(rule_ids + start + i // PER)
+                place, place_before = here % KV_STAGES, before % KV_STAGES
+                mbarrier.wait(k_ready.index(place), here // KV_STAGES & 1)
                 take_turn(WHO)
                 of_scores = warpgroup_mma(
                     q, k_buffers.index(place).permute((1, 0)), no_scores, use_acc=False, is_async=True
                 )
                 operand = gl.convert_layout(weights.to(dtype), WEIGHTS)
-                mbarrier.wait(v_ready.index(place_before), before // KV_RING & 1)
+                mbarrier.wait(v_ready.index(place_before), before // KV_STAGES & 1)
                 of_mixed = warpgroup_mma(operand, v_buffers.index(place_before), mixed, is_async=True)
                 hand_over(WHO)
                 scores = warpgroup_mma_wait(1, deps=[of_scores])
-                if FLIP:
+                if NEGATIVE_SCALE:
                     scores = -scores
-                if SHAPED or DROPOUT:
-                    key = tokens_of(block, i, key_lane, walked, classes, BLOCK_K, TILE_K, DILATED)
-                if SHAPED:
-                    scores = shaped(
+                if HAS_SCORE_MODS or DROPOUT:
+                    key = tokens_of(block, i, key_lane, walked, num_residues, BLOCK_K, TILE_K, DILATED)
+                if HAS_SCORE_MODS:
+                    scores = apply_score_mods(
                         scores * scale, ahead_of(query, key, origin, seq_q, seq_k), slope, cap, SOFTCAP, ALIBI, False
                     )[0]
-                if MASKED or HIDES:  # noqa: SIM102
+                if MASKED or HAS_CALL_MASK:  # noqa: SIM102
                     # Always so; but what is behind a branch is not computed early, to be kept until it is needed.
                     if start < stop:
-                        key = tokens_of(block, i, key_lane, walked, classes, BLOCK_K, TILE_K, DILATED)
+                        key = tokens_of(block, i, key_lane, walked, num_residues, BLOCK_K, TILE_K, DILATED)
                         scores = _hide(
-                            scores, query, first, reach, key, start + i // PER, split, stop, sample, which, times,
-                            unit, rule_ids, rules, documents, branches, padding, document_ids,
+                            scores, query, first, reach, key, start + i // PER, split, stop, sample, which,
+                            multiplicity, unit, rule_ids, rules, documents, branches, padding, document_ids,
                             num_intervals, num_branches, seq_q, seq_k,
-                            not MASKED, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS, DILATED,
+                            not MASKED, HAS_RULE_IDS, ONE_INTERVAL, DOCUMENTS, PADDING, DOCUMENT_IDS, DILATED,
                         )  # fmt: skip
                 new_top = gl.maximum(top, row_max(scores) * unit)
                 base = new_top
-                if MASKED or HIDES:
+                if MASKED or HAS_CALL_MASK:
                     base = gl.where(new_top == float("-inf"), 0.0, new_top)
                 shrink = gl.exp2(top - base)
                 if DILATED:
-                    base = base - log_times(times, False)
+                    base = base - log_multiplicity(multiplicity, False)
                 weights = gl.exp2(scores * unit - gl.expand_dims(base, 1))
                 sums = sums * shrink + gl.sum(weights, 1)
                 if DROPOUT:
@@ -368,21 +369,21 @@ def _compute(
         last = step + num - 1
         step += num
         operand = gl.convert_layout(weights.to(dtype), WEIGHTS)
-        mbarrier.wait(v_ready.index(last % KV_RING), last // KV_RING & 1)
+        mbarrier.wait(v_ready.index(last % KV_STAGES), last // KV_STAGES & 1)
         take_turn(WHO)
-        of_mixed = warpgroup_mma(operand, v_buffers.index(last % KV_RING), mixed, is_async=True)
+        of_mixed = warpgroup_mma(operand, v_buffers.index(last % KV_STAGES), mixed, is_async=True)
         next_turn = turn + 1
         if next_turn < turns:
-            mbarrier.wait(q_ready.index(next_turn % Q_RING), next_turn // Q_RING & 1)
-            mbarrier.wait(k_ready.index(step % KV_RING), step // KV_RING & 1)
+            mbarrier.wait(q_ready.index(next_turn % Q_STAGES), next_turn // Q_STAGES & 1)
+            mbarrier.wait(k_ready.index(step % KV_STAGES), step // KV_STAGES & 1)
         # After the last tile this multiplies what is left in the buffers, and nobody reads the result.
         pending = warpgroup_mma(
-            q_buffers.index(next_turn % Q_RING * 2 + WHO), k_buffers.index(step % KV_RING).permute((1, 0)), no_scores,
-            use_acc=False, is_async=True,
+            q_buffers.index(next_turn % Q_STAGES * 2 + WHO), k_buffers.index(step % KV_STAGES).permute((1, 0)),
+            no_scores, use_acc=False, is_async=True,
         )  # fmt: skip
         hand_over(WHO)
         mixed = warpgroup_mma_wait(1, deps=[of_mixed])
-        mbarrier.arrive(v_empty.index(last % KV_RING), count=1)
+        mbarrier.arrive(v_empty.index(last % KV_STAGES), count=1)
 
         empty = sums == 0.0
         inverse = 1.0 / gl.where(empty, 1.0, sums)
@@ -390,8 +391,8 @@ def _compute(
         q.store(mixed.to(dtype))  # these queries have served; no other warpgroup reads them
         fence_async_shared()
         store_block(out, [sample, query_from + WHO * ROWS, (residue * heads + head) * D], as_block(q, out))
-        natural = gl.where(empty, float("-inf"), (top + gl.log2(sums)) * 0.6931471805599453)
-        gl.store(lse + (sample.to(gl.int64) * heads + head) * seq_q + row, natural, mask=row < seq_q)
+        row_lse = gl.where(empty, float("-inf"), (top + gl.log2(sums)) * 0.6931471805599453)
+        gl.store(lse + (sample.to(gl.int64) * heads + head) * seq_q + row, row_lse, mask=row < seq_q)
         sample, head, residue, query_from = next_sample, next_head, next_residue, next_query
         start, split, stop = next_start, next_split, next_stop
     if WHO == 0:
@@ -417,8 +418,8 @@ def within(x, first, reach):
 def pairs_seen(
     x, query, key, first, reach, entry, split, stop, sample,
     rule_ids, rules, documents, padding, document_ids, num_intervals, seq_q, seq_k,
-    BOUNDED: gl.constexpr, MASKED: gl.constexpr, ANY: gl.constexpr, NAMED: gl.constexpr, SINGLE: gl.constexpr,
-    DOCUMENTS: gl.constexpr, PADDING: gl.constexpr, DOCUMENT_IDS: gl.constexpr,
+    BOUNDED: gl.constexpr, MASKED: gl.constexpr, ANY: gl.constexpr, HAS_RULE_IDS: gl.constexpr,
+    ONE_INTERVAL: gl.constexpr, DOCUMENTS: gl.constexpr, PADDING: gl.constexpr, DOCUMENT_IDS: gl.constexpr,
 ):  # fmt: skip
     """The pairs that are allowed: where BOUNDED, those with `x`, the walked side, `within` the bounds of the other."""
     if BOUNDED:
@@ -427,7 +428,7 @@ def pairs_seen(
         seen = pairs_allowed(
             query, key, entry, split, stop, sample,
             rule_ids, rules, documents, padding, document_ids, num_intervals, seq_q, seq_k,
-            MASKED, ANY, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS,
+            MASKED, ANY, HAS_RULE_IDS, ONE_INTERVAL, DOCUMENTS, PADDING, DOCUMENT_IDS,
         )  # fmt: skip
     return seen
 
@@ -443,66 +444,71 @@ def row_max(x):
 
 
 @gluon.jit
-def tokens_of(block, i, lane, walked, classes, BLOCK: gl.constexpr, TILE: gl.constexpr, DILATED: gl.constexpr):
+def tokens_of(block, i, lane, walked, num_residues, BLOCK: gl.constexpr, TILE: gl.constexpr, DILATED: gl.constexpr):
     """The tokens of tile `i` of a list, a part of this block, as a row."""
-    residue, row = in_class(block, walked, DILATED)
+    residue, row = split_residue(block, walked, DILATED)
     first = row * BLOCK + i % (BLOCK // TILE) * TILE
-    return gl.expand_dims(token_of(first + lane, residue, classes, DILATED), 0)
+    return gl.expand_dims(token_of(first + lane, residue, num_residues, DILATED), 0)
 
 
 @gluon.jit
 def _hide(
-    scores, query, first, reach, key, entry, split, stop, sample, which, times, scale,
+    scores, query, first, reach, key, entry, split, stop, sample, which, multiplicity, scale,
     rule_ids, rules, documents, branches, padding, document_ids, num_intervals, num_branches, seq_q, seq_k,
-    ANY: gl.constexpr, NAMED: gl.constexpr, SINGLE: gl.constexpr, DOCUMENTS: gl.constexpr, PADDING: gl.constexpr,
-    DOCUMENT_IDS: gl.constexpr, DILATED: gl.constexpr,
+    ANY: gl.constexpr, HAS_RULE_IDS: gl.constexpr, ONE_INTERVAL: gl.constexpr, DOCUMENTS: gl.constexpr,
+    PADDING: gl.constexpr, DOCUMENT_IDS: gl.constexpr, DILATED: gl.constexpr,
 ):  # fmt: skip
     """Scores with −inf where a pair is not allowed. The block is partial, or ANY: full, partial, not there at all."""
-    BOUNDED: gl.constexpr = SINGLE and not (NAMED or ANY or PADDING or DOCUMENT_IDS)
+    BOUNDED: gl.constexpr = ONE_INTERVAL and not (HAS_RULE_IDS or ANY or PADDING or DOCUMENT_IDS)
     seen = pairs_seen(
         key, query, key, first, reach, entry, split, stop, sample,
         rule_ids, rules, documents, padding, document_ids, num_intervals, seq_q, seq_k,
-        BOUNDED, True, ANY, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS,
+        BOUNDED, True, ANY, HAS_RULE_IDS, ONE_INTERVAL, DOCUMENTS, PADDING, DOCUMENT_IDS,
     )  # fmt: skip
     scores = gl.where(seen, scores, float("-inf"))
     if DILATED == 2:
-        scores = counted(scores, times, query, key, which, branches, num_branches, seq_q, seq_k, scale, False)
+        scores = add_pair_multiplicity(
+            scores, multiplicity, query, key, which, branches, num_branches, seq_q, seq_k, scale, False
+        )
     return scores
 
 
-VARYING_STEPS = ("total", "num_tiles", "first", "order", "batch", "walked", "q_step", "k_step", "v_step", "g_step")
+VARYING_STEPS = (
+    "total_tiles", "tiles_per_head", "first_tile", "tile_order", "batch", "walked",
+    "q_step", "k_step", "v_step", "g_step",
+)  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=[*VARYING, *VARYING_STEPS])
 def forward_kernel(
     q, k, v, out, lse,
     indices, rule_ids, work, rules, documents, branches, padding, document_ids, seed, slopes,
-    heads, group, seq_q, seq_k, num_blocks, lists_a_sample, heads_a_list, num_intervals, num_branches, classes,
-    total, num_tiles, first, order, walked, q_step, k_step, v_step,
+    heads, group, seq_q, seq_k, num_blocks, lists_a_sample, heads_a_list, num_intervals, num_branches, num_residues,
+    total_tiles, tiles_per_head, first_tile, tile_order, walked, q_step, k_step, v_step,
     scale, cap, threshold, keep_scale,
     D: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, TILE_K: gl.constexpr,
-    Q_RING: gl.constexpr, KV_RING: gl.constexpr, FLIP: gl.constexpr,
-    NAMED: gl.constexpr, SINGLE: gl.constexpr, DOCUMENTS: gl.constexpr, PADDING: gl.constexpr,
+    Q_STAGES: gl.constexpr, KV_STAGES: gl.constexpr, NEGATIVE_SCALE: gl.constexpr,
+    HAS_RULE_IDS: gl.constexpr, ONE_INTERVAL: gl.constexpr, DOCUMENTS: gl.constexpr, PADDING: gl.constexpr,
     DOCUMENT_IDS: gl.constexpr, DILATED: gl.constexpr, SOFTCAP: gl.constexpr, ALIBI: gl.constexpr,
     DROPOUT: gl.constexpr,
 ):  # fmt: skip
-    """`q`, `k`, `v` and `out` are what `describe` makes; `total` to `order` are a `Deal`, `walked` is the number of key
-    blocks of a class, and steps lead from one class to the next."""
+    """`q`, `k`, `v` and `out` are what `describe` makes; `total_tiles` to `tile_order` are a `TileSchedule`, `walked`
+    is the number of key blocks of a residue class, and steps lead from one class to the next."""
     ROW_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], q.dtype)
     KEY_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE_K, D], q.dtype)
-    q_buffers = gl.allocate_shared_memory(q.dtype, [2 * Q_RING, ROWS, D], ROW_LAYOUT)
-    k_buffers = gl.allocate_shared_memory(q.dtype, [KV_RING, TILE_K, D], KEY_LAYOUT)
-    v_buffers = gl.allocate_shared_memory(q.dtype, [KV_RING, TILE_K, D], KEY_LAYOUT)
-    q_ready = gl.allocate_shared_memory(gl.int64, [Q_RING, 1], mbarrier.MBarrierLayout())
-    q_empty = gl.allocate_shared_memory(gl.int64, [Q_RING, 1], mbarrier.MBarrierLayout())
-    k_ready = gl.allocate_shared_memory(gl.int64, [KV_RING, 1], mbarrier.MBarrierLayout())
-    k_empty = gl.allocate_shared_memory(gl.int64, [KV_RING, 1], mbarrier.MBarrierLayout())
-    v_ready = gl.allocate_shared_memory(gl.int64, [KV_RING, 1], mbarrier.MBarrierLayout())
-    v_empty = gl.allocate_shared_memory(gl.int64, [KV_RING, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(Q_RING):
+    q_buffers = gl.allocate_shared_memory(q.dtype, [2 * Q_STAGES, ROWS, D], ROW_LAYOUT)
+    k_buffers = gl.allocate_shared_memory(q.dtype, [KV_STAGES, TILE_K, D], KEY_LAYOUT)
+    v_buffers = gl.allocate_shared_memory(q.dtype, [KV_STAGES, TILE_K, D], KEY_LAYOUT)
+    q_ready = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], mbarrier.MBarrierLayout())
+    k_ready = gl.allocate_shared_memory(gl.int64, [KV_STAGES, 1], mbarrier.MBarrierLayout())
+    k_empty = gl.allocate_shared_memory(gl.int64, [KV_STAGES, 1], mbarrier.MBarrierLayout())
+    v_ready = gl.allocate_shared_memory(gl.int64, [KV_STAGES, 1], mbarrier.MBarrierLayout())
+    v_empty = gl.allocate_shared_memory(gl.int64, [KV_STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(Q_STAGES):
         mbarrier.init(q_ready.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=2)
-    for i in gl.static_range(KV_RING):
+    for i in gl.static_range(KV_STAGES):
         mbarrier.init(k_ready.index(i), count=1)
         mbarrier.init(k_empty.index(i), count=2)
         mbarrier.init(v_ready.index(i), count=1)
@@ -512,18 +518,20 @@ def forward_kernel(
     masks = (rule_ids, rules, documents, branches, padding, document_ids, seed, slopes)
     steps = (q_step, k_step, v_step)
     lists = (
-        indices, work, heads, group, num_blocks, lists_a_sample, heads_a_list, (total, num_tiles, first, order),
-        classes, walked, steps,
+        indices, work, heads, group, num_blocks, lists_a_sample, heads_a_list,
+        (total_tiles, tiles_per_head, first_tile, tile_order), num_residues, walked, steps,
     )  # fmt: skip
     numbers = (seq_q, seq_k, num_intervals, num_branches, scale, cap, threshold, keep_scale)
     gl.warp_specialize([
         (_compute, (
-            0, out, lse, buffers, barriers, masks, lists, numbers, D, BLOCK_Q, BLOCK_K, TILE_K, Q_RING, KV_RING,
-            FLIP, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS, DILATED, SOFTCAP, ALIBI, DROPOUT,
+            0, out, lse, buffers, barriers, masks, lists, numbers, D, BLOCK_Q, BLOCK_K, TILE_K, Q_STAGES, KV_STAGES,
+            NEGATIVE_SCALE, HAS_RULE_IDS, ONE_INTERVAL, DOCUMENTS, PADDING, DOCUMENT_IDS, DILATED, SOFTCAP, ALIBI,
+            DROPOUT,
         )),
         (_compute, (
-            1, out, lse, buffers, barriers, masks, lists, numbers, D, BLOCK_Q, BLOCK_K, TILE_K, Q_RING, KV_RING,
-            FLIP, NAMED, SINGLE, DOCUMENTS, PADDING, DOCUMENT_IDS, DILATED, SOFTCAP, ALIBI, DROPOUT,
+            1, out, lse, buffers, barriers, masks, lists, numbers, D, BLOCK_Q, BLOCK_K, TILE_K, Q_STAGES, KV_STAGES,
+            NEGATIVE_SCALE, HAS_RULE_IDS, ONE_INTERVAL, DOCUMENTS, PADDING, DOCUMENT_IDS, DILATED, SOFTCAP, ALIBI,
+            DROPOUT,
         )),
-        (_fetch, (q, k, v, buffers, barriers, lists, D, BLOCK_Q, BLOCK_K, TILE_K, Q_RING, KV_RING, DILATED)),
+        (_fetch, (q, k, v, buffers, barriers, lists, D, BLOCK_Q, BLOCK_K, TILE_K, Q_STAGES, KV_STAGES, DILATED)),
     ], [4, 1], [240, 24])  # fmt: skip

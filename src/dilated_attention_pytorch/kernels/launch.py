@@ -17,22 +17,22 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ..layout import BlockLayout
 from ..layout.lists import neighbourhood
 from ..options import CallOptions
-from . import binding
+from . import launcher
 from .backward import dkv_kernel, dq_kernel, rows_kernel
 from .common import cap_kind
 from .configs import (
     FEW_ROWS,
     HOPPER_BACKWARD,
+    HOPPER_DKV_NARROW,
     HOPPER_FORWARD,
-    HOPPER_SHAPED,
     Config,
     Configs,
     configs,
     for_rows,
     padded_dim,
 )
-from .dealing import Deal, deals
 from .forward import forward_kernel
+from .tile_scheduler import TileSchedule, tile_schedules
 
 INTERPRETED = triton.knobs.runtime.interpret
 try:
@@ -69,7 +69,7 @@ def again(
     return partial(_replayed, known) if known and q.dtype != torch.float32 else None
 
 
-def _replayed(replay: binding.Replay, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def _replayed(replay: launcher.Replay, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     out, lse = _results(q)
     replay((q, k, v, out, lse))
     return out, lse
@@ -104,7 +104,7 @@ def _alike(options: CallOptions, *tensors: Tensor) -> tuple[Any, ...] | None:
     """What calls over a layout share that launch the same but for their tensors; None where a mask is among these."""
     if options.has_tensors:
         return None
-    return options.scale, options.softcap, precision_of(tensors[0].dtype), *map(binding.like, tensors)
+    return options.scale, options.softcap, precision_of(tensors[0].dtype), *map(launcher.like, tensors)
 
 
 def _note(key: tuple[Any, ...] | None, call: Call, tensors: tuple[Tensor, ...]) -> None:
@@ -115,7 +115,7 @@ def _note(key: tuple[Any, ...] | None, call: Call, tensors: tuple[Tensor, ...]) 
     if key not in layout.notes:
         layout.note(key, None)
     elif not (call.q.is_cuda and torch.cuda.is_current_stream_capturing()):  # lists that a capture makes are its own
-        layout.note(key, binding.Replay.of(call.launches, tensors, layout.tensors()))
+        layout.note(key, launcher.Replay.of(call.launches, tensors, layout.tensors()))
 
 
 class Call:
@@ -131,7 +131,7 @@ class Call:
     ) -> None:
         self.q, self.k, self.v, self.layout, self.scale = rows(q), rows(k), rows(v), layout, options.scale
         self.as_given = self.q is q and self.k is k and self.v is v  # no tensor had to be copied
-        self.launches: list[binding.Launched | None] = []
+        self.launches: list[launcher.Launched | None] = []
         self.batch, self.seq_q, self.heads, self.head_dim = q.shape
         self.heads_kv = k.shape[2]
         self.group = self.heads // self.heads_kv
@@ -154,10 +154,10 @@ class Call:
             self.heads // lists,
             layout.rules.shape[1],
             layout.branches.shape[1],
-            layout.classes,
+            layout.num_residues,
         )
-        natural = q.dtype == torch.float32  # else scores are in units of log2
-        per_unit = 1.0 if natural else math.log2(math.e)
+        base_e = q.dtype == torch.float32  # else scores are in units of log2
+        per_unit = 1.0 if base_e else math.log2(math.e)
         self.cap = options.softcap * per_unit
         self.slopes = nothing if options.alibi_slopes is None else options.alibi_slopes * per_unit
         # A scale of 0 would make NaN of −inf; this small one leaves the scores 0 all the same.
@@ -168,17 +168,17 @@ class Call:
             "PADDED_D": self.padded,
             "BLOCK_Q": layout.block_q,
             "BLOCK_K": layout.block_k,
-            "FLIP": options.scale < 0,
-            "NAMED": layout.by_query.rule_ids.numel() > 0 and not layout.dilated,
-            "SINGLE": layout.rules.shape[1] == 1,
+            "NEGATIVE_SCALE": options.scale < 0,
+            "HAS_RULE_IDS": layout.by_query.rule_ids.numel() > 0 and not layout.dilated,
+            "ONE_INTERVAL": layout.rules.shape[1] == 1,
             "DOCUMENTS": layout.documents.numel() > 0,
             "PADDING": padding is not None,
             "DOCUMENT_IDS": 0 if ids is None else 1 + (ids.shape[1] > layout.seq_k),
             "DROPOUT": options.seed is not None,
-            "DILATED": int(layout.dilated) + int(layout.uneven),
+            "DILATED": int(layout.dilated) + int(layout.has_mixed_blocks),
             "SOFTCAP": cap_kind(options.softcap),
             "ALIBI": options.alibi_slopes is not None,
-            "NATURAL": natural,
+            "BASE_E": base_e,
             "PRECISION": precision_of(q.dtype),
         }
 
@@ -214,8 +214,8 @@ class Call:
         self._launch(
             rows_kernel, (padded_q // tile * self.batch * self.heads,),
             (out, do, lse if dlse is None else dlse, lse, *of_rows[1:]),
-            (*do.stride()[:3], self.heads, self.seq_q, padded_q, layout.classes),
-            D=self.head_dim, PADDED_D=self.padded, TILE=tile, NATURAL=self.flags["NATURAL"],
+            (*do.stride()[:3], self.heads, self.seq_q, padded_q, layout.num_residues),
+            D=self.head_dim, PADDED_D=self.padded, TILE=tile, BASE_E=self.flags["BASE_E"],
             DLSE=dlse is not None,
         )  # fmt: skip
         if self._on_hopper(layout.block_k, layout.block_q, q, k, v, do):
@@ -229,7 +229,7 @@ class Call:
         return (dq, dk, dv), of_rows
 
     def _launch(self, *args: Any, **constants: Any) -> None:
-        self.launches.append(binding.launch(*args, **constants))
+        self.launches.append(launcher.launch(*args, **constants))
 
     def _few(self, own_rows: int, usual: int) -> bool:
         """Whether a tile has few rows because blocks are small."""
@@ -269,31 +269,32 @@ class Call:
     def _on_hopper(self, own_block: int, block: int, *tensors: Tensor) -> bool:
         """Whether the warp-specialised kernels can take the call."""
         fits = self.head_dim in HOPPER_FORWARD and own_block % 128 == 0 and block % 64 == 0
-        # The copy engine reaches a class of tokens where all classes are equally long.
-        fits = fits and not (self.layout.seq_q % self.layout.classes or self.layout.seq_k % self.layout.classes)
+        # The copy engine reaches the tokens of a residue class where all classes are equally long.
+        num_residues = self.layout.num_residues
+        fits = fits and self.layout.seq_q % num_residues == 0 and self.layout.seq_k % num_residues == 0
         return self.hopper and fits and all(map(_can_be_described, tensors))
 
     def _hopper_forward(self, out: Tensor, lse: Tensor) -> None:
         layout = self.layout
-        tile_k, q_ring, kv_ring = HOPPER_FORWARD[self.head_dim]
+        tile_k, q_stages, kv_stages = HOPPER_FORWARD[self.head_dim]
         tile_k = min(tile_k, layout.block_k)
         described = self._described((self.q, self.k, self.v, out), (64, tile_k, tile_k, 64))
-        for programs, deal in self._deals(layout.num_q_blocks, layout.block_q // 128, self.heads):
+        for programs, schedule in self._schedules(layout.num_q_blocks, layout.block_q // 128, self.heads):
             self._launch(
                 hopper_forward.forward_kernel, (programs,),
                 (*described, lse, *self._by_query(), *self.masks, self.slopes),
-                (*self.sizes, layout.num_q_blocks, *self.list_sizes, *deal,
-                 layout.num_k_blocks // layout.classes, *(x.stride(1) for x in (self.q, self.k, self.v)), self.units,
-                 self.cap, *self.dropout),
-                **self._hopper_flags(), TILE_K=tile_k, Q_RING=q_ring, KV_RING=kv_ring,
+                (*self.sizes, layout.num_q_blocks, *self.list_sizes, *schedule,
+                 layout.num_k_blocks // layout.num_residues, *(x.stride(1) for x in (self.q, self.k, self.v)),
+                 self.units, self.cap, *self.dropout),
+                **self._hopper_flags(), TILE_K=tile_k, Q_STAGES=q_stages, KV_STAGES=kv_stages,
                 num_warps=4, maxnreg=168,
             )  # fmt: skip
 
     def _hopper_backward(self, do: Tensor, of_rows: Rows, dq: Tensor, dk: Tensor, dv: Tensor, *, of_keys: bool) -> None:
         layout = self.layout
-        stream, ring = HOPPER_BACKWARD[self.head_dim]
+        stream, num_stages = HOPPER_BACKWARD[self.head_dim]
         if of_keys and (self.flags["SOFTCAP"] or self.flags["ALIBI"] or self.flags["DROPOUT"]):
-            stream, ring = HOPPER_SHAPED
+            stream, num_stages = HOPPER_DKV_NARROW
         stream = min(stream, layout.block_q if of_keys else layout.block_k)
         if of_keys:
             lists, work = layout.by_key, layout.key_work
@@ -307,27 +308,27 @@ class Call:
         inputs = (self.q, self.k, self.v, do)
         described = self._described(inputs, (of_q, of_k, of_k, of_q))
         described.append(hopper_forward.describe_rows(of_rows[0], stream))
-        for programs, deal in self._deals(num_blocks, tiles, heads):
+        for programs, schedule in self._schedules(num_blocks, tiles, heads):
             self._launch(
                 hopper_backward.backward_kernel, (programs,),
                 (*described, *of_rows[1:], dq, dk, dv, *lists.tensors(), work, *self.masks, self.slopes),
-                (self.batch, *self.sizes, num_blocks, *self.list_sizes, *deal, walked // layout.classes,
+                (self.batch, *self.sizes, num_blocks, *self.list_sizes, *schedule, walked // layout.num_residues,
                  *(x.stride(1) for x in inputs), self.units, self.scale, self.cap, *self.dropout),
-                **self._hopper_flags(), STREAM=stream, RING=ring, OWN_LISTS=self.own_lists, OF_KEYS=of_keys,
+                **self._hopper_flags(), STREAM=stream, NUM_STAGES=num_stages, OWN_LISTS=self.own_lists, OF_KEYS=of_keys,
                 num_warps=4, maxnreg=168,
             )  # fmt: skip
 
-    def _deals(self, rows: int, tiles: int, heads: int) -> tuple[tuple[int, Deal], ...]:
+    def _schedules(self, rows: int, tiles: int, heads: int) -> tuple[tuple[int, TileSchedule], ...]:
         """Of rows of so many tiles each."""
-        near = neighbourhood(self.layout.classes)
-        return deals(rows * tiles, near * tiles, heads * self.batch, num_processors(self.q.device))
+        near = neighbourhood(self.layout.num_residues)
+        return tile_schedules(rows * tiles, near * tiles, heads * self.batch, num_processors(self.q.device))
 
     def _described(self, tensors: Sequence[Tensor], rows: Sequence[int]) -> list[Any]:
         """For the Hopper kernels' copies of so many rows."""
-        return [hopper_forward.describe(x, num, self.layout.classes) for x, num in zip(tensors, rows, strict=True)]
+        return [hopper_forward.describe(x, num, self.layout.num_residues) for x, num in zip(tensors, rows, strict=True)]
 
     def _hopper_flags(self) -> dict[str, Any]:
-        unknown = ("PADDED_D", "PRECISION", "NATURAL")
+        unknown = ("PADDED_D", "PRECISION", "BASE_E")
         return {name: value for name, value in self.flags.items() if name not in unknown}
 
     def _by_query(self) -> list[Tensor]:
@@ -344,7 +345,7 @@ class Call:
 
     def _walked(self, tile: int, block: int, *tensors: Tensor) -> tuple[bool, list[Any]]:
         """Tensors that a program walks in tiles: descriptors for the copy engine where all of them allow it."""
-        tma = self.tma and tile <= block and self.head_dim == self.padded and self.layout.classes == 1
+        tma = self.tma and tile <= block and self.head_dim == self.padded and self.layout.num_residues == 1
         tma = tma and all(map(_can_be_described, tensors))
         if not tma:
             return False, list(tensors)

@@ -25,11 +25,11 @@ from torch import Tensor
 from ..layout import BlockList
 from ..layout.lists import neighbourhood
 from ..patterns.blocks import ceil_div
-from .binding import Launched, launch, like, repeat
 from .common import LOG2E, load_rows
 from .configs import padded_dim
 from .launch import num_processors, precision_of
 from .launch import rows as rows_of
+from .launcher import Launched, launch, like, repeat
 
 # Rows or columns of a block that a tile must hold.
 MOST_PARTS = 64

@@ -42,8 +42,8 @@ def check_layout(layout: BlockLayout) -> None:
     lengths, _ = check_sizes(layout.seq_q, layout.seq_k, layout.blocks)
     if layout.kind is not None:
         raise ValueError(f"kind is found by from_pattern and from_block_mask and cannot be given, got {layout.kind!r}")
-    if layout.classes != 1 or layout.dilated:
-        raise ValueError("classes and branches are made by layout_of_branches and cannot be given")
+    if layout.num_residues != 1 or layout.dilated:
+        raise ValueError("num_residues and branches are made by layout_of_branches and cannot be given")
     if not isinstance(layout.by_query, BlockList):
         raise TypeError(f"by_query must be a BlockList, got {type(layout.by_query).__name__}")
     for name in ("num_heads", "batch_size"):

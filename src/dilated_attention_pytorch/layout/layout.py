@@ -51,10 +51,11 @@ class BlockLayout:
         rules: int32 [num_rules, intervals, 5], see `layout.rules`.
         documents: int32 [2, seq_q], see `layout.rules`; empty without packed documents.
         kind: "full" or "causal" where the layout is that whole pattern, else None.
-        classes: blocks take every `classes`-th token: first those of the tokens ≡ 0 modulo it, then ≡ 1, and so on.
+        num_residues: blocks take every `num_residues`-th token: first those of the tokens ≡ 0 modulo it, then ≡ 1, and
+            so on.
         branches: int32 [lists, branches, 5], see `layout.branches`; empty but for dilated attention. There `rule_ids`
-            says how often every pair of a block counts, 0 where that differs from pair to pair.
-        uneven: whether there is such a block.
+            is the multiplicity of a block, how often each of its pairs counts; 0, if mixed, where pairs differ.
+        has_mixed_blocks: whether there is such a block.
     """
 
     seq_q: int
@@ -67,9 +68,9 @@ class BlockLayout:
     rules: Tensor
     documents: Tensor = NO_DOCUMENTS
     kind: str | None = None
-    classes: int = 1
+    num_residues: int = 1
     branches: Tensor = NO_BRANCHES
-    uneven: bool = False
+    has_mixed_blocks: bool = False
     checked: InitVar[bool] = False
     _made: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
     # What operators and kernels remember of calls over this layout, as long as it is there: never the layout itself,
@@ -238,11 +239,11 @@ class BlockLayout:
 
     @property
     def num_q_blocks(self) -> int:
-        return self.classes * ceil_div(ceil_div(self.seq_q, self.classes), self.block_q)
+        return self.num_residues * ceil_div(ceil_div(self.seq_q, self.num_residues), self.block_q)
 
     @property
     def num_k_blocks(self) -> int:
-        return self.classes * ceil_div(ceil_div(self.seq_k, self.classes), self.block_k)
+        return self.num_residues * ceil_div(ceil_div(self.seq_k, self.num_residues), self.block_k)
 
     @property
     def num_lists(self) -> int:
@@ -261,12 +262,12 @@ class BlockLayout:
     @property
     def query_work(self) -> Tensor:
         """`BlockList.work` of the lists by query. Made when asked."""
-        return self._remembered("query_work", lambda: self.by_query.work(self.num_lists, self.classes))
+        return self._remembered("query_work", lambda: self.by_query.work(self.num_lists, self.num_residues))
 
     @property
     def key_work(self) -> Tensor:
         """The same of the lists by key."""
-        return self._remembered("key_work", lambda: self.by_key.work(self.num_lists, self.classes))
+        return self._remembered("key_work", lambda: self.by_key.work(self.num_lists, self.num_residues))
 
     def order(self, *, by_key: bool) -> None:
         """Make `query_work`, and `by_key` and `key_work`, unless they are there."""
@@ -446,10 +447,10 @@ class BlockLayout:
 
     def _tokens_of(self, block: Tensor, num_blocks: int, size: int) -> Tensor:
         lane = torch.arange(size, dtype=block.dtype, device=block.device)
-        if self.classes == 1:
+        if self.num_residues == 1:
             return block[..., None] * size + lane
-        per_class = num_blocks // self.classes
-        return (block % per_class * size)[..., None].add(lane) * self.classes + (block // per_class)[..., None]
+        per_residue = num_blocks // self.num_residues
+        return (block % per_residue * size)[..., None].add(lane) * self.num_residues + (block // per_residue)[..., None]
 
     def token_mask(self, query_block: Tensor, key_block: Tensor, rule_id: Tensor) -> Tensor:
         """bool [entries, block_q, block_k]: the pairs of tokens that a rule allows in each of the given blocks."""
@@ -460,7 +461,7 @@ class BlockLayout:
             allowed = allowed | ((key[:, None] >= first[:, :, None]) & (key[:, None] <= last[:, :, None]))
         return allowed
 
-    def times_held(self, which: Tensor, query_block: Tensor, key_block: Tensor) -> Tensor:
+    def pair_multiplicity(self, which: Tensor, query_block: Tensor, key_block: Tensor) -> Tensor:
         """int32 [entries, block_q, block_k]: how many branches of list `which` hold a pair, whatever the rules say."""
         position, key = self.queries_of(query_block) + (self.seq_k - self.seq_q), self.keys_of(key_block)
         held = torch.zeros((), dtype=torch.int32, device=self.device)
@@ -497,7 +498,7 @@ class BlockLayout:
         if not self.dilated:
             return self.token_mask(query_block, key_block, rule.clamp(min=0)) | full
         times = self.by_query.rule_ids[: self.num_active_blocks][chosen][:, None, None]
-        times = torch.where(times > 0, times, self.times_held(which, query_block, key_block))
+        times = torch.where(times > 0, times, self.pair_multiplicity(which, query_block, key_block))
         return torch.where(full | self.token_mask(query_block, key_block, torch.zeros_like(rule)), times, 0)
 
     def to_dense(self) -> Tensor:
@@ -508,7 +509,7 @@ class BlockLayout:
         which, query_block, key_block, _ = self.entries()
         cells = self.cells()
         query, key = self.queries_of(query_block), self.keys_of(key_block)
-        size = self.classes * max(self.num_q_blocks * self.block_q, self.num_k_blocks * self.block_k)
+        size = self.num_residues * max(self.num_q_blocks * self.block_q, self.num_k_blocks * self.block_k)
         dense = torch.zeros(self.num_lists, size, size, dtype=cells.dtype, device=self.device)
         dense[which[:, None, None], query[:, :, None], key[:, None]] = cells
         return dense[:, : self.seq_q, : self.seq_k].reshape(*self._list_shape, self.seq_q, self.seq_k)
@@ -539,29 +540,29 @@ class BlockLayout:
             self, batch=batch, heads=heads, heads_kv=heads_kv or heads, head_dim=head_dim, itemsize=itemsize
         )
 
-    def flatten(self, *, ordered: bool = False, by_key: bool = False) -> tuple[list[Tensor], list[int]]:
+    def flatten(self, *, work_order: bool = False, by_key: bool = False) -> tuple[list[Tensor], list[int]]:
         """Tensors and sizes, for operators that take nothing else; `unflatten` is the inverse.
 
         The first size is the number of tensors, so that several layouts can stand one behind the other.
 
         Args:
-            ordered: with the order of work, `query_work`;
+            work_order: with the order of work, `query_work`;
             by_key: and with `by_key` and `key_work` too.
         """
         sizes = [*self.lengths, *self.blocks, self.num_heads or 0, self.batch_size or 0]
-        sizes += [self.classes, int(self.uneven)]
+        sizes += [self.num_residues, int(self.has_mixed_blocks)]
         tensors = [*self.by_query.tensors(), self.rules, self.documents, self.branches]
-        if ordered or by_key:
+        if work_order or by_key:
             tensors.append(self.query_work)
         if by_key:
             lists = self.by_key  # once: in a graph it is made each time
-            work = self._remembered("key_work", lambda: lists.work(self.num_lists, self.classes))
+            work = self._remembered("key_work", lambda: lists.work(self.num_lists, self.num_residues))
             tensors += [*lists.tensors(), work]
         return tensors, [len(tensors), *sizes]
 
     @classmethod
     def unflatten(cls, tensors: Sequence[Tensor], sizes: Sequence[int], kind: str | None = None) -> BlockLayout:
-        _, seq_q, seq_k, block_q, block_k, num_heads, batch_size, classes, uneven = sizes
+        _, seq_q, seq_k, block_q, block_k, num_heads, batch_size, num_residues, has_mixed_blocks = sizes
         lists, (rules, documents, branches), more = tensors[:4], tensors[4:7], tensors[7:]
         layout = cls(
             seq_q=seq_q,
@@ -574,9 +575,9 @@ class BlockLayout:
             rules=rules,
             documents=documents,
             kind=kind,
-            classes=classes,
+            num_residues=num_residues,
             branches=branches,
-            uneven=bool(uneven),
+            has_mixed_blocks=bool(has_mixed_blocks),
             checked=True,
         )
         if more:
@@ -607,12 +608,14 @@ class BlockLayout:
         return {**self.__dict__, "_made": {}, "notes": {}}
 
     def __setstate__(self, state: dict[str, object]) -> None:
-        self.__dict__.update({"notes": {}, **state})  # a file of an older version knows nothing of notes
+        # A file of an older version knows nothing of notes, and has other names for two fields.
+        older = {"classes": "num_residues", "uneven": "has_mixed_blocks"}
+        self.__dict__.update({"notes": {}, **{older.get(name, name): value for name, value in state.items()}})
 
     def __repr__(self) -> str:
         lists = f", lists={list(self._list_shape)}" if self._list_shape else ""
         kind = f", kind={self.kind!r}" if self.kind else ""
-        dilated = f", branches={self.branches.shape[1]}, classes={self.classes}" if self.dilated else ""
+        dilated = f", branches={self.branches.shape[1]}, num_residues={self.num_residues}" if self.dilated else ""
         return (
             f"BlockLayout(seq_q={self.seq_q}, seq_k={self.seq_k}, block={self.block_q}x{self.block_k}{lists}{kind}"
             f"{dilated}, "

@@ -12,9 +12,9 @@ HOST = torch.device("cpu")  # whatever the default device is
 NEAR = 256  # rows of a neighbourhood, about
 
 
-def neighbourhood(classes: int) -> int:
+def neighbourhood(num_residues: int) -> int:
     """How many rows `BlockList.work` keeps together: as many of each class."""
-    return max(1, NEAR // classes) * classes
+    return max(1, NEAR // num_residues) * num_residues
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,7 +82,7 @@ class BlockList:
         """The same where all partial blocks share rule 0."""
         return BlockList(self.offsets, self.splits, self.indices, self.rule_ids[:0].clone())
 
-    def work(self, num_lists: int, classes: int = 1) -> Tensor:
+    def work(self, num_lists: int, num_residues: int = 1) -> Tensor:
         """int32 [rows, 4]: (row of its list, first entry, first partial entry, end) of each row, the longest of a list
         first: who takes them in this order has no long row left at the end.
 
@@ -90,12 +90,12 @@ class BlockList:
         follow each other, the one with the longest row first.
 
         Args:
-            classes: rows of a list are those of each class in turn, as `BlockLayout` has them.
+            num_residues: rows of a list are those of each class in turn, as `BlockLayout` has them.
         """
         if self.num_rows >= 2**29:
             raise ValueError(f"a layout for a GPU must have fewer than {2**29} rows, got {self.num_rows}")
         work = _work_op if torch.compiler.is_compiling() else _work
-        return work(self.offsets, self.splits, num_lists, classes)
+        return work(self.offsets, self.splits, num_lists, num_residues)
 
     def tensors(self) -> list[Tensor]:
         return [self.offsets, self.splits, self.indices, self.rule_ids]
@@ -142,13 +142,13 @@ def _row_of_entry(offsets: Tensor, capacity: int) -> Tensor:
     return torch.searchsorted(offsets[1:], place, right=True, out_int32=True)
 
 
-def _work(offsets: Tensor, splits: Tensor, num_lists: int, classes: int) -> Tensor:
+def _work(offsets: Tensor, splits: Tensor, num_lists: int, num_residues: int) -> Tensor:
     rows = torch.stack((offsets[:-1], splits, offsets[1:]), dim=1).view(num_lists, -1, 3)
     length = rows[..., 2] - rows[..., 0]
     order = length.argsort(dim=1, descending=True, stable=True)
     num_rows = rows.shape[1]
-    if num_rows > neighbourhood(classes):
-        of_class, at_once = num_rows // classes, neighbourhood(classes) // classes
+    if num_rows > neighbourhood(num_residues):
+        of_class, at_once = num_rows // num_residues, neighbourhood(num_residues) // num_residues
         near = (torch.arange(num_rows, device=length.device) % of_class // at_once).expand_as(length)
         num = -(-of_class // at_once)
         longest = length.new_zeros(num_lists, num).scatter_reduce_(1, near, length, "amax")
@@ -178,5 +178,5 @@ def _(offsets, capacity):  # type: ignore[no-untyped-def]
 
 
 @_work_op.register_fake
-def _(offsets, splits, num_lists, classes):  # type: ignore[no-untyped-def]
+def _(offsets, splits, num_lists, num_residues):  # type: ignore[no-untyped-def]
     return offsets.new_empty(splits.shape[0], 4)

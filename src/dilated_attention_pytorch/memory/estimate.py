@@ -99,7 +99,7 @@ class ListSize:
     named: bool  # whether every block names its rule
     documents: int  # tokens of the table of documents
     kind: str | None
-    classes: int = 1  # blocks take every so many-th token, as in `layout.branches`
+    num_residues: int = 1  # blocks take every so many-th token, as in `layout.branches`
 
     @classmethod
     def of(
@@ -124,9 +124,9 @@ class ListSize:
     def columns(self) -> int:
         return self.num_lists * self.num_k_blocks
 
-    def by(self, rows: int, *, ordered: bool) -> int:
+    def by(self, rows: int, *, work_order: bool) -> int:
         """Bytes of the lists in one orientation, with the order of work if that is kept."""
-        return 4 * (2 * rows + 1 + self.blocks * (2 if self.named else 1) + (4 * rows if ordered else 0))
+        return 4 * (2 * rows + 1 + self.blocks * (2 if self.named else 1) + (4 * rows if work_order else 0))
 
     @property
     def rules(self) -> int:
@@ -150,29 +150,29 @@ def _of_layout(layout: BlockLayout) -> ListSize:
         named=lists.rule_ids.numel() > 0,
         documents=layout.documents.shape[1],
         kind=layout.kind,
-        classes=layout.classes,
+        num_residues=layout.num_residues,
     )
 
 
 def lists_of_branches(branches: Branches, seq_len: int, heads: int, is_causal: bool) -> ListSize:
     """Of dilated attention, branch by branch: a block that several branches hold is counted for each, a bound."""
-    block, classes = cheapest_blocks(branches, seq_len, None, None)
-    per_class = ceil_div(ceil_div(seq_len, classes), block)
+    block, num_residues = cheapest_blocks(branches, seq_len, None, None)
+    per_residue = ceil_div(ceil_div(seq_len, num_residues), block)
     num_lists = heads if len({branches.of_head(head, heads) for head in range(heads)}) > 1 else 1
     per_row, widest = 0.0, 0
     for segment, dilation in zip(branches.segment_lengths, branches.dilation_rates, strict=True):
-        shared = gcd(dilation, classes)  # one in so many classes is kept, of queries and of keys
-        across = segment < seq_len and segment % (block * classes) > 0  # blocks lie across the ends of segments
-        rows = ceil_div(min(segment, seq_len), block * classes) + across
-        per_row += (((rows + 1) / 2) if is_causal else rows) * classes / shared**2
-        widest += rows * classes // shared
-    blocks = ceil(per_row * classes * per_class)
+        shared = gcd(dilation, num_residues)  # one in so many residues is kept, of queries and of keys
+        across = segment < seq_len and segment % (block * num_residues) > 0  # blocks lie across the ends of segments
+        rows = ceil_div(min(segment, seq_len), block * num_residues) + across
+        per_row += (((rows + 1) / 2) if is_causal else rows) * num_residues / shared**2
+        widest += rows * num_residues // shared
+    blocks = ceil(per_row * num_residues * per_residue)
     dense = len(branches) == 1 and branches.segment_lengths[0] >= seq_len and branches.dilation_rates[0] == 1
     return ListSize(
         block_q=block,
         block_k=block,
-        num_q_blocks=classes * per_class,
-        num_k_blocks=classes * per_class,
+        num_q_blocks=num_residues * per_residue,
+        num_k_blocks=num_residues * per_residue,
         num_lists=num_lists,
         list_heads=num_lists,
         blocks=num_lists * blocks,
@@ -183,7 +183,7 @@ def lists_of_branches(branches: Branches, seq_len: int, heads: int, is_causal: b
         named=True,
         documents=0,
         kind=("causal" if is_causal else "full") if dense else None,
-        classes=classes,
+        num_residues=num_residues,
     )
 
 
@@ -310,17 +310,17 @@ def attention_items(
         device: "cpu" or "cuda".
         threads: those of PyTorch, on a CPU.
     """
-    ordered, both = backend == "triton", backend == "triton" and training
+    work_order, both = backend == "triton", backend == "triton" and training
     kept: tuple[str, ...] = ("forward", "backward") if training else ("forward",)
     always = ("layout", *kept)
     items = [
-        Item("lists by query", "lists", lists.by(lists.rows, ordered=ordered) + lists.rules, always),
+        Item("lists by query", "lists", lists.by(lists.rows, work_order=work_order) + lists.rules, always),
         Item("building the lists", "workspace", _building(lists, by_key=both), ("layout",)),
         Item("out", "tensors", shape.q, kept),
         Item("lse", "tensors", shape.lse, kept),
     ]
     if both:
-        items.append(Item("lists by key", "lists", lists.by(lists.columns, ordered=True), always))
+        items.append(Item("lists by key", "lists", lists.by(lists.columns, work_order=True), always))
     if training:
         items += [
             Item("dout", "gradients", shape.q, ("backward",)),
@@ -337,7 +337,7 @@ def attention_items(
 
 def _building(lists: ListSize, *, by_key: bool) -> int:
     """A chunk of candidates as 64-bit numbers, the pieces beside their concatenation, and the sort for `by_key`."""
-    first = 96 * lists.candidates + lists.by(lists.rows, ordered=False)
+    first = 96 * lists.candidates + lists.by(lists.rows, work_order=False)
     return max(first, 40 * lists.blocks) if by_key else first
 
 
@@ -372,7 +372,7 @@ def _blockwise(shape: Shape, lists: ListSize, device: str, training: bool, threa
     group = shape.heads // shape.heads_kv
     stacked = 1 if lists.list_heads > shape.heads_kv else group
     uses = group // stacked * lists.blocks / (lists.num_lists * lists.num_k_blocks)
-    whole = shape.dtype.itemsize == shape.compute and shape.seq_k % lists.block_k == 0 and lists.classes == 1
+    whole = shape.dtype.itemsize == shape.compute and shape.seq_k % lists.block_k == 0 and lists.num_residues == 1
     copied = uses > REUSE or not whole
     copy = 0 if whole and shape.heads_kv == 1 else lists.num_k_blocks * lists.block_k * shape.head_dim
     scores = lists.blocks // lists.num_lists * lists.block_q * lists.block_k * shape.heads
@@ -384,7 +384,7 @@ def _blockwise(shape: Shape, lists: ListSize, device: str, training: bool, threa
         """Numbers in the buffers of one of so many shares of the call."""
         row = stacked * lists.block_q * shape.head_dim
         elements = int(enlarge / of * (RANGE_COPIED if copied else RANGE_DIRECT))
-        num, in_parts = ceil_div(lists.num_q_blocks, lists.classes), ceil_div(in_parts, lists.classes)
+        num, in_parts = ceil_div(lists.num_q_blocks, lists.num_residues), ceil_div(in_parts, lists.num_residues)
         parts = ceil_div(num, max(1, elements // row))
         rows = ceil_div(num, min(num, ceil_div(parts, in_parts) * in_parts))
         keys = lists.block_k * min(max(1, PIECE // lists.block_k), max(1, lists.widest))

@@ -122,7 +122,7 @@ class DilatedAttention(Ringed, Pooled, nn.Module):
         q, k, _, autocast_off = leave_autocast(q, k, v)
         layout = layout_of_branches(
             self.branches, q.shape[1], k.shape[1], num_heads=q.shape[2], is_causal=is_causal, device=q.device,
-            block_size=DEFAULT_BLOCK_SIZE, classes=1,
+            block_size=DEFAULT_BLOCK_SIZE, num_residues=1,
         )  # fmt: skip
         with autocast_off:
             return out, attention_weights(q, k, lse, layout, check_options(q, k, **call))

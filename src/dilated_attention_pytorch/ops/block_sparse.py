@@ -133,7 +133,7 @@ def _run_known(
     if known.differentiable:
         return known.backend.attention(q, k, v, whole, known.options)
     out, lse = _run_eagerly(q, k, v, (whole,), known.options, known.backend)
-    if not training and known.backend.ordered:
+    if not training and known.backend.needs_work_order:
         again = known.backend.again(q, k, v, whole, known.options)
         if again is not None:
             layout.note(kind, known._replace(again=again))
@@ -194,7 +194,7 @@ def _run_eagerly(
     """The same where nobody looks on, by a backend with a backward of its own; the parts stand behind the whole."""
     _refuse_forward_mode(q, k, v)
     training = _training(q, k, v)
-    if backend.ordered:
+    if backend.needs_work_order:
         for each in layouts:
             each.order(by_key=training)
     if not training:
@@ -208,11 +208,11 @@ def _training(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 def _flattened(layouts: Sequence[BlockLayout], backend: ModuleType, training: bool) -> tuple[list[Tensor], list[int]]:
     """Layouts, one behind the other, with the order of work that the backend walks them in."""
-    ordered = backend.ordered
+    needs_work_order = backend.needs_work_order
     tensors: list[Tensor] = []
     sizes: list[int] = []
     for layout in layouts:
-        more_tensors, more_sizes = layout.flatten(ordered=ordered, by_key=ordered and training)
+        more_tensors, more_sizes = layout.flatten(work_order=needs_work_order, by_key=needs_work_order and training)
         tensors, sizes = tensors + more_tensors, sizes + more_sizes
     return tensors, sizes
 

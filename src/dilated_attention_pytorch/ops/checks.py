@@ -220,4 +220,4 @@ def _as_constants(
     """The same for torch.compile, which takes a layout as it is instead of tracing how it is built."""
     layout = _remembered(numbered(number), is_causal, seq_q, seq_k, heads, device)
     walked = device.type == "cuda" and layout.kind is None
-    return *layout.flatten(ordered=walked, by_key=walked), layout.kind
+    return *layout.flatten(work_order=walked, by_key=walked), layout.kind

@@ -161,7 +161,7 @@ def _caption(layout: BlockLayout, note: str) -> str:
     """Density and block size. A panel shows one list; the density speaks of all."""
     block = str(layout.block_q) if layout.block_q == layout.block_k else f"{layout.block_q} x {layout.block_k}"
     lists = f", mean of {layout.num_lists} lists" if layout.num_lists > 1 else ""
-    apart = f", {layout.classes} apart" if layout.classes > 1 else ""
+    apart = f", {layout.num_residues} apart" if layout.num_residues > 1 else ""
     return f"density {layout.density:.1%}{lists}; blocks of {block} tokens{apart}" + (f", {note}" if note else "")
 
 

@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="needs triton, which there is for Linux alo
 if torch.cuda.is_available():
     pytest.skip("needs a machine without a CUDA device: tests/gpu has the same there", allow_module_level=True)
 
-from dilated_attention_pytorch.kernels import binding, launch
+from dilated_attention_pytorch.kernels import launch, launcher
 from dilated_attention_pytorch.options import CallOptions
 
 KERNELS = ("forward_kernel", "rows_kernel", "dq_kernel", "dkv_kernel")
@@ -40,13 +40,13 @@ def recorded(monkeypatch, compiled):
     sent = []
     for name in KERNELS:
         monkeypatch.setattr(launch, name, compiled(getattr(launch, name), sent))
-    monkeypatch.setattr(binding, "_bound", {})
+    monkeypatch.setattr(launcher, "_bound", {})
     return sent
 
 
 @pytest.fixture
 def sent(monkeypatch):
-    monkeypatch.setattr(binding.Direct, "of", lambda compiled, grid: None)
+    monkeypatch.setattr(launcher.Direct, "of", lambda compiled, grid: None)
     return recorded(monkeypatch, Compiled)
 
 
@@ -116,7 +116,7 @@ def test_another_kind_of_call_is_not_replayed(sent, monkeypatch, change):
         extras = CallOptions(0.25, key_padding_mask=torch.zeros(2, 256, dtype=torch.bool))
     if change == "copies":
         tensors = [x.transpose(1, 3).contiguous().transpose(1, 3) for x in tensors]
-    monkeypatch.setattr(binding.Replay, "__call__", lambda self, tensors: pytest.fail("a call was replayed"))
+    monkeypatch.setattr(launcher.Replay, "__call__", lambda self, tensors: pytest.fail("a call was replayed"))
     for _ in range(3 if change in ("padding", "copies") else 1):
         both_ways(layout, tensors, extras)
 
@@ -125,7 +125,7 @@ def test_what_cannot_be_told_apart_is_not_remembered():
     x, y, kept = torch.ones(3), torch.ones(3), torch.ones(4)
 
     def replay(data, tensors):
-        return binding.Replay.of([binding.Launched(binding.Bound(print, (), None), data)], tensors, [kept])
+        return launcher.Replay.of([launcher.Launched(launcher.Bound(print, (), None), data)], tensors, [kept])
 
     assert replay((x, y, kept), (x, y)) is not None
     assert replay((x, y, torch.ones(4)), (x, y)) is None  # whose is the last?
@@ -276,10 +276,10 @@ class LikeTriton36(Compiled):
 
 @pytest.fixture
 def sent_directly(monkeypatch):
-    monkeypatch.setattr(binding, "_stream", lambda device: "stream")
-    monkeypatch.setattr(binding.driver, "_BASE_ARGS_FORMAT", "iiiKKppOOOOOO", raising=False)
+    monkeypatch.setattr(launcher, "_stream", lambda device: "stream")
+    monkeypatch.setattr(launcher.driver, "_BASE_ARGS_FORMAT", "iiiKKppOOOOOO", raising=False)
     encoded = lambda x, meta: [("encoded", x.base.data_ptr(), meta["number"]), *x.shape, *x.strides]  # noqa: E731
-    monkeypatch.setattr(binding.driver, "make_tensordesc_arg", encoded)
+    monkeypatch.setattr(launcher.driver, "make_tensordesc_arg", encoded)
     return recorded(monkeypatch, LikeTriton36)
 
 
@@ -336,7 +336,7 @@ def test_direct_launches_send_what_triton_would(sent_directly, monkeypatch):
 def test_who_listens_to_launches_hears_of_them(sent_directly, monkeypatch):
     """Triton tells a profiler of launches that go through its own Python."""
     layout, extras = BlockLayout.from_pattern(SlidingWindow(60, 9), 256, block_size=64), CallOptions(0.25)
-    monkeypatch.setattr(binding, "_somebody_listens", lambda: True)
+    monkeypatch.setattr(launcher, "launch_hooks_active", lambda: True)
     for seed in range(4):
         both_ways(layout, inputs(seed), extras)
     assert all(isinstance(args[0], LikeTriton36) for args in sent_directly)
@@ -347,7 +347,7 @@ def test_hooks_need_not_be_chains(sent_directly, monkeypatch, hook):
     layout, extras = BlockLayout.from_pattern(SlidingWindow(60, 9), 256, block_size=64), CallOptions(0.25)
     for seed in range(2):
         both_ways(layout, inputs(seed), extras)
-    monkeypatch.setattr(binding.triton.knobs.runtime, "launch_enter_hook", hook)
+    monkeypatch.setattr(launcher.triton.knobs.runtime, "launch_enter_hook", hook)
     del sent_directly[:]
     both_ways(layout, inputs(2), extras)
     by_triton = [isinstance(args[0], LikeTriton36) for args in sent_directly]
@@ -362,7 +362,7 @@ def test_another_triton_launches_in_its_own_way(sent_directly, monkeypatch, othe
         LikeTriton36, "run", property(lambda self: SimpleNamespace(**{**vars(original(self)), **other}))
     )
     if not other:
-        monkeypatch.setattr(binding.driver, "_BASE_ARGS_FORMAT", "iiiKKOOOOOO")
+        monkeypatch.setattr(launcher.driver, "_BASE_ARGS_FORMAT", "iiiKKOOOOOO")
     layout, extras = BlockLayout.from_pattern(SlidingWindow(60, 9), 256, block_size=64), CallOptions(0.25)
     for seed in range(4):
         both_ways(layout, inputs(seed), extras)

@@ -73,7 +73,7 @@ class Bound(NamedTuple):
     direct: Direct | None
 
     def __call__(self, data: Sequence[Any]) -> None:
-        if self.direct is None or _somebody_listens():
+        if self.direct is None or launch_hooks_active():
             self.run(*data, *self.rest)
         else:
             arguments = self.direct.arguments(data, self.rest)
@@ -132,7 +132,7 @@ def _kind(x: Any) -> tuple[Any, ...]:
     return x.base.dtype, *x.block_shape
 
 
-def _somebody_listens() -> bool:
+def launch_hooks_active() -> bool:
     """A profiler, to whom Triton tells every launch."""
     runtime = triton.knobs.runtime
     hooks = runtime.launch_enter_hook, runtime.launch_exit_hook  # chains of calls, or None, or one to be called
@@ -236,7 +236,7 @@ class Replay:
         if device.type == "cuda" and device.index != torch.cuda.current_device():
             with torch.cuda.device(device):
                 self(tensors)
-        elif self._direct is not None and not _somebody_listens():
+        elif self._direct is not None and not launch_hooks_active():
             stream, addresses = _stream(device), [x.data_ptr() for x in tensors]
             for direct, arguments, slots in self._direct:
                 arguments = arguments.copy()
