@@ -64,7 +64,7 @@ def test_rows_are_sorted_and_full_means_full(layout):
 @pytest.mark.parametrize("at_once", [1 << 20, 7])
 def test_by_key_holds_the_same_blocks(at_once, monkeypatch):
     """Sorted whole, and a few rows at a time as large layouts are."""
-    monkeypatch.setattr("dilated_attention_pytorch.layout.layout._SORTED_AT_ONCE", at_once)
+    monkeypatch.setattr("dilated_attention_pytorch.layout.derived.SORTED_AT_ONCE", at_once)
 
     @given(any_layout())
     @settings(max_examples=75)
