@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -41,9 +42,7 @@ def from_pattern(
             raise ValueError(
                 f"block_size must divide the block size {size} that the pattern is written in, got {block_size}"
             )
-    packings = build.documents_of(pattern)
-    if len(packings) > 1:
-        raise ValueError(f"a pattern may speak of one packing of documents, got {len(packings)}: {packings}")
+    starts = _document_starts(pattern)
     heads = pattern.patterns if isinstance(pattern, PerHead) else (pattern,)
     if num_heads is not None:
         check_int("num_heads", num_heads, least=1)
@@ -51,16 +50,47 @@ def from_pattern(
         raise ValueError(f"num_heads must be the pattern's {len(heads)} heads, got {num_heads}")
     device = torch.device("cpu" if device is None else device)
     documents = torch.empty_like(NO_DOCUMENTS, device=device)
-    starts: tuple[int, ...] = ()
-    if packings:
-        starts = next(iter(packings)).starts
+    if starts:
         if starts[-1] != seq_k:
             raise ValueError(f"the lengths of Documents must add up to seq_k = {seq_k}, got {starts[-1]}")
         position = torch.arange(seq_k - seq_q, seq_k, dtype=torch.int32, device=device)
         if query_blocks is not None:
             position = tokens_of(query_blocks, blocks[0], seq_q).int() + (seq_k - seq_q)
         documents = document_bounds(starts, position)
+    by_query, rules, kind = _find_lists(heads, lengths, blocks, device, starts, query_blocks)
+    layout = cls(
+        seq_q=seq_q if query_blocks is None else num_tokens(query_blocks, blocks[0], seq_q),
+        seq_k=seq_k,
+        block_q=blocks[0],
+        block_k=blocks[1],
+        by_query=by_query,
+        num_heads=len(heads) if len(heads) > 1 else None,
+        rules=send((rules,), device)[0],
+        documents=documents,
+        branches=torch.empty_like(NO_BRANCHES, device=device),
+        kind=kind if query_blocks is None else None,
+        checked=True,
+    )
+    return layout if query_blocks is None else renumbered(layout, query_blocks, seq_q, None, seq_k)
 
+
+def _document_starts(pattern: Pattern) -> tuple[int, ...]:
+    """Of the packing that a pattern speaks of; empty if it speaks of none."""
+    packings = build.documents_of(pattern)
+    if len(packings) > 1:
+        raise ValueError(f"a pattern may speak of one packing of documents, got {len(packings)}: {packings}")
+    return next(iter(packings)).starts if packings else ()
+
+
+def _find_lists(
+    heads: Sequence[Pattern],
+    lengths: tuple[int, int],
+    blocks: tuple[int, int],
+    device: torch.device,
+    starts: tuple[int, ...],
+    query_blocks: Tensor | None,
+) -> tuple[BlockList, Tensor, str | None]:
+    """The lists of all heads one after the other, the table of their rules (on the host), and `BlockLayout.kind`."""
     table: list[list[Interval]] = []
     lists: dict[Pattern, BlockList] = {}
     single = len(set(heads)) == 1
@@ -83,21 +113,9 @@ def from_pattern(
     by_query = lists[heads[0]] if len(heads) == 1 else BlockList.concat(lists[head] for head in heads)
     width = max(len(rule) for rule in table)
     table = [rule + [NOTHING] * (width - len(rule)) for rule in table]
-    alone = single and len(terms) == 1 and not terms[0].rules and query_blocks is None
-    layout = cls(
-        seq_q=seq_q if query_blocks is None else num_tokens(query_blocks, blocks[0], seq_q),
-        seq_k=seq_k,
-        block_q=blocks[0],
-        block_k=blocks[1],
-        by_query=by_query,
-        num_heads=len(heads) if len(heads) > 1 else None,
-        rules=send((torch.tensor(table, dtype=torch.int32, device=HOST),), device)[0],
-        documents=documents,
-        branches=torch.empty_like(NO_BRANCHES, device=device),
-        kind=build.WHOLE.get(terms[0].interval) if alone else None,
-        checked=True,
-    )
-    return layout if query_blocks is None else renumbered(layout, query_blocks, seq_q, None, seq_k)
+    alone = single and len(terms) == 1 and not terms[0].rules
+    kind = build.WHOLE.get(terms[0].interval) if alone else None
+    return by_query, torch.tensor(table, dtype=torch.int32, device=HOST), kind
 
 
 def from_block_mask(
