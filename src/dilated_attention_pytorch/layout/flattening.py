@@ -24,7 +24,7 @@ def flatten(layout: BlockLayout, ordered: bool, by_key: bool) -> tuple[list[Tens
         tensors.append(layout.query_work)
     if by_key:
         lists = layout.by_key  # once: in a graph it is made each time
-        work = layout._remembered("key_work", lambda: lists.work(layout.num_lists, layout.classes))
+        work = layout._derive("key_work", lambda: lists.work(layout.num_lists, layout.classes))
         tensors += [*lists.tensors(), work]
     return tensors, [len(tensors), *sizes]
 
@@ -50,9 +50,9 @@ def unflatten(cls: type[BlockLayout], tensors: Sequence[Tensor], sizes: Sequence
         checked=True,
     )
     if more:
-        layout._made["query_work"] = more[0]
+        layout._derived["query_work"] = more[0]
     if more[1:]:
-        layout._made.update(by_key=BlockList(*more[1:5]), key_work=more[5])
+        layout._derived.update(by_key=BlockList(*more[1:5]), key_work=more[5])
     return layout
 
 

@@ -61,7 +61,7 @@ class BlockLayout:
     branches: Tensor = NO_BRANCHES
     uneven: bool = False
     checked: InitVar[bool] = False
-    _made: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
+    _derived: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
     # What operators and kernels remember of calls over this layout, as long as it is there: never the layout itself,
     # which would not go before the garbage collector comes.
     notes: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
@@ -149,23 +149,23 @@ class BlockLayout:
     @property
     def by_key(self) -> BlockList:
         """The same blocks by key block: row `list · num_k_blocks + key block` names query blocks. Made when asked."""
-        return self._remembered("by_key", lambda: derived.by_key(self))
+        return self._derive("by_key", lambda: derived.by_key(self))
 
     @property
     def query_work(self) -> Tensor:
         """`BlockList.work` of the lists by query. Made when asked."""
-        return self._remembered("query_work", lambda: self.by_query.work(self.num_lists, self.classes))
+        return self._derive("query_work", lambda: self.by_query.work(self.num_lists, self.classes))
 
     @property
     def key_work(self) -> Tensor:
         """The same of the lists by key."""
-        return self._remembered("key_work", lambda: self.by_key.work(self.num_lists, self.classes))
+        return self._derive("key_work", lambda: self.by_key.work(self.num_lists, self.classes))
 
     def order(self, *, by_key: bool) -> None:
         """Make `query_work`, and `by_key` and `key_work`, unless they are there."""
-        if "query_work" not in self._made:
+        if "query_work" not in self._derived:
             _ = self.query_work
-        if by_key and "key_work" not in self._made:
+        if by_key and "key_work" not in self._derived:
             _ = self.key_work
 
     def note(self, key: object, value: object) -> None:
@@ -176,13 +176,13 @@ class BlockLayout:
     def tensors(self) -> list[Tensor]:
         """All that it holds, also what was made of it later."""
         found = self.flatten()[0]
-        for made in list(self._made.values()):  # another thread may add to it
+        for made in list(self._derived.values()):  # another thread may add to it
             found += made.tensors() if isinstance(made, BlockList | BlockLayout) else [made]
         return found
 
-    def _remembered(self, name: str, make: Callable[[], T]) -> T:
+    def _derive(self, name: str, make: Callable[[], T]) -> T:
         """What is made of the lists once; in a graph, part of it."""
-        if name not in self._made:
+        if name not in self._derived:
             if torch.compiler.is_compiling():
                 return make()
             with torch.inference_mode(False):
@@ -192,8 +192,8 @@ class BlockLayout:
             # Like the lists themselves: their length must not become part of a graph.
             for tensor in made.tensors() if isinstance(made, BlockList) else ():
                 tensor._dynamo_weak_dynamic_indices = {0}  # type: ignore[attr-defined]
-            return self._made.setdefault(name, made)  # another thread may have been first
-        return self._made[name]
+            return self._derived.setdefault(name, made)  # another thread may have been first
+        return self._derived[name]
 
     @property
     def causal(self) -> BlockLayout:
@@ -202,7 +202,7 @@ class BlockLayout:
             return self
         if self.dilated:
             raise ValueError("a layout of branches is made causal when it is built: layout_of_branches(is_causal=True)")
-        return self._remembered("causal", lambda: derived.causal(self))
+        return self._derive("causal", lambda: derived.causal(self))
 
     def take(self, query_blocks: Tensor, key_blocks: Tensor | None = None) -> BlockLayout:
         """These rows and columns of blocks (int64, ascending; all columns by default) as a layout of their own.
@@ -357,10 +357,11 @@ class BlockLayout:
 
     def __getstate__(self) -> dict[str, object]:
         """What can be made again is not stored."""
-        return {**self.__dict__, "_made": {}, "notes": {}}
+        return {**self.__dict__, "_derived": {}, "notes": {}}
 
     def __setstate__(self, state: dict[str, object]) -> None:
-        self.__dict__.update({"notes": {}, **state})  # a file of an older version knows nothing of notes
+        self.__dict__.update({"notes": {}, **state, "_derived": {}})  # files of older versions name neither
+        self.__dict__.pop("_made", None)  # what `_derived` was called in them
 
     def __repr__(self) -> str:
         lists = f", lists={list(self._list_shape)}" if self._list_shape else ""
