@@ -16,7 +16,7 @@ from dilated_attention_pytorch import (
     SlidingWindow,
     block_sparse_attention,
 )
-from dilated_attention_pytorch.backends import blockwise
+from dilated_attention_pytorch.backends import tiling
 from dilated_attention_pytorch.testing import Case, assert_exact, errors_of_eager, oracle, results
 from tests.strategies import cases
 
@@ -34,10 +34,10 @@ PATTERNS = {
 @pytest.fixture
 def small_pieces(monkeypatch):
     """Cut work small enough that short sequences meet every branch: many pieces, tiles and ranges."""
-    monkeypatch.setattr(blockwise, "PIECE", 48)
-    monkeypatch.setattr(blockwise, "TILE_SCORES", 2048)
-    monkeypatch.setattr(blockwise, "RANGE_COPIED", 1024)
-    monkeypatch.setattr(blockwise, "RANGE_DIRECT", 512)
+    monkeypatch.setattr(tiling, "PIECE", 48)
+    monkeypatch.setattr(tiling, "TILE_SCORES", 2048)
+    monkeypatch.setattr(tiling, "RANGE_COPIED", 1024)
+    monkeypatch.setattr(tiling, "RANGE_DIRECT", 512)
 
 
 @pytest.mark.parametrize("part", range(4))
@@ -58,7 +58,7 @@ def test_float64(part):
 def test_float64_in_small_pieces(case):
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {"PIECE": 48, "TILE_SCORES": 2048, "RANGE_COPIED": 1024, "RANGE_DIRECT": 512}.items():
-            patch.setattr(blockwise, name, value)
+            patch.setattr(tiling, name, value)
         assert_exact(case, "blockwise")
 
 
@@ -190,7 +190,7 @@ def test_nothing_flows_from_a_row_without_keys(dtype):
 def test_gathering_direct_and_from_a_copy_agree(uses, monkeypatch):
     case = make_case(RandomBlocks(uses, block_size=16), block=16, seq=160, heads=3)
     for reuse in (0, 100):
-        monkeypatch.setattr(blockwise, "REUSE", reuse)
+        monkeypatch.setattr(tiling, "REUSE", reuse)
         assert_exact(case, "blockwise")
 
 

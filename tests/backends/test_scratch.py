@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from dilated_attention_pytorch import BlockLayout, SlidingWindow, block_sparse_attention
-from dilated_attention_pytorch.backends import blockwise
+from dilated_attention_pytorch.backends import blockwise, scratch
 from dilated_attention_pytorch.testing import Case, assert_exact
 
-Scratch = blockwise.Scratch
+Scratch = scratch.Scratch
 
 
 def make_case(seq, dtype=torch.float32):
@@ -42,7 +42,7 @@ def test_what_is_left_serves_other_lengths_types_and_modes():
 
 
 def test_not_more_than_so_much_is_left(monkeypatch):
-    monkeypatch.setattr(blockwise, "LEFT", 10_000)
+    monkeypatch.setattr(scratch, "LEFT", 10_000)
     assert_exact(make_case(300), "blockwise")
     assert sum(buffer.nbytes for _, buffers in Scratch.idle for buffer in buffers.values()) <= 10_000
 

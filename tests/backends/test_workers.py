@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from dilated_attention_pytorch import BlockLayout, RandomBlocks, SlidingWindow, block_sparse_attention
-from dilated_attention_pytorch.backends import blockwise, workers
+from dilated_attention_pytorch.backends import blockwise, tiling, workers
 from dilated_attention_pytorch.testing import Case, assert_exact
 
 
 @pytest.fixture
 def two_threads(monkeypatch):
-    monkeypatch.setattr(blockwise, "SHARED_OUT", 0)
+    monkeypatch.setattr(tiling, "SHARED_OUT", 0)
     torch.set_num_threads(2)
     yield
     torch.set_num_threads(1)
@@ -49,7 +49,7 @@ def test_the_work_is_shared_out(two_threads, monkeypatch):
 
 
 def test_short_calls_are_not(two_threads, monkeypatch):
-    monkeypatch.setattr(blockwise, "SHARED_OUT", 1 << 26)
+    monkeypatch.setattr(tiling, "SHARED_OUT", 1 << 26)
     seen = []
     run = workers.run
     monkeypatch.setattr(workers, "run", lambda jobs: seen.append(len(jobs)) or run(jobs))

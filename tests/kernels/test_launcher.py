@@ -240,10 +240,10 @@ def test_what_another_thread_made_first_stays():
     theirs, mine = torch.ones(2), torch.ones(2)
 
     def make():
-        layout._made["work of two"] = theirs
+        layout._derived["work of two"] = theirs
         return mine
 
-    assert layout._remembered("work of two", make) is theirs
+    assert layout._derive("work of two", make) is theirs
 
 
 class LikeTriton36(Compiled):

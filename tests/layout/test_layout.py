@@ -64,7 +64,7 @@ def test_rows_are_sorted_and_full_means_full(layout):
 @pytest.mark.parametrize("at_once", [1 << 20, 7])
 def test_by_key_holds_the_same_blocks(at_once, monkeypatch):
     """Sorted whole, and a few rows at a time as large layouts are."""
-    monkeypatch.setattr("dilated_attention_pytorch.layout.layout._SORTED_AT_ONCE", at_once)
+    monkeypatch.setattr("dilated_attention_pytorch.layout.derived.SORTED_AT_ONCE", at_once)
 
     @given(any_layout())
     @settings(max_examples=75)
@@ -371,3 +371,16 @@ def test_a_device_is_not_waited_for(name):
     for made, other in zip(layout.flatten(by_key=True)[0], want.flatten(by_key=True)[0], strict=True):
         assert (made.device.type, made.shape, made.dtype) == ("meta", other.shape, other.dtype)
     assert layout.causal.flatten(by_key=True)[0][0].shape == want.causal.by_query.offsets.shape
+
+
+def test_a_pickle_of_an_older_version_is_read():
+    """What is made of the lists was kept under another name then: `by_key` raised AttributeError after loading."""
+    layout = BlockLayout.from_pattern(SlidingWindow(40, 3), 200, block_size=16)
+    state = layout.__getstate__()
+    state["_made"] = state.pop("_derived")
+    del state["notes"]
+    older = object.__new__(BlockLayout)
+    older.__setstate__(state)
+    for old, new in zip(older.flatten(by_key=True)[0], layout.flatten(by_key=True)[0], strict=True):
+        assert torch.equal(old, new)
+    assert vars(older).keys() == vars(layout).keys()

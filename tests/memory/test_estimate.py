@@ -18,7 +18,7 @@ from dilated_attention_pytorch import (
     SlidingWindow,
     hierarchical,
 )
-from dilated_attention_pytorch.backends import blockwise
+from dilated_attention_pytorch.backends import blockwise, tiling
 from dilated_attention_pytorch.layout import layout_of_branches
 from dilated_attention_pytorch.memory import estimate
 from dilated_attention_pytorch.memory.estimate import Item, ListSize, Shape, attention_items, lists_of_branches, peak_of
@@ -92,7 +92,7 @@ def test_bytes_of_lists_are_those_of_the_tensors(pattern):
     ["PIECE", "TILE_SCORES", "RANGE_COPIED", "RANGE_DIRECT", "SHARED_OUT", "HEADS_A_COPY", "REUSE", "ACCELERATOR"],
 )
 def test_the_planner_cuts_work_as_the_backend_does(name):
-    assert getattr(estimate, name) == getattr(blockwise, name)
+    assert getattr(estimate, name) == getattr(tiling, name)
 
 
 @pytest.mark.parametrize("training", [False, True])

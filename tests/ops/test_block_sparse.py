@@ -409,5 +409,5 @@ class TestEager:
             layout = BlockLayout.from_pattern(SlidingWindow(30, 0), 100, block_size=16)
             with torch.set_grad_enabled(training):
                 block_sparse_attention(q, k, v, layout, backend="blockwise")
-            made.append(set(layout._made))
+            made.append(set(layout._derived))
         assert made == [{"query_work"}, {"query_work", "by_key", "key_work"}]

@@ -1,9 +1,7 @@
 """Block-sparse attention in plain PyTorch, in memory linear in the sequence; the CPU backend, and right on any device.
 
-Work is cut into units: the query heads of one sample that share a list and a key head, over a range of query blocks.
-A row of blocks is cut into pieces of at most `PIECE` keys; pieces with the same number of full and partial blocks, of
-whatever rows of the unit, form a tile. A tile is one gather of whole key blocks and two batched BLAS products around
-one softmax; its result is merged into the rows' running (out, lse).
+Work is cut into units and these into tiles, as `tiling` says. A tile is one gather of whole key blocks and two batched
+BLAS products around one softmax; its result is merged into the rows' running (out, lse).
 
 Key blocks that are used often are first copied together, one key head at a time, so that gathers read whole blocks;
 those used once or twice are gathered from the tensor as it lies, with the heads innermost to share its cache lines.
@@ -15,90 +13,33 @@ Shapes: a tile has `num` pieces of `width` key blocks; query rows are [num, M, D
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from copy import copy
-from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from ..layout import BlockLayout
-from ..memory import active_source
+from ..options import CallOptions
 from . import workers
-from .base import Extras, Request, aligned_queries, compute_dtype
+from .base import Request, aligned_queries, compute_dtype
 from .dropout import keep_mask
+from .scratch import Scratch
+from .tiling import Tile, Tiling, Unit
 
 name = "blockwise"
 needs_work_order = False
-
-# Tuned on 2 CPU cores; benchmarks/results/cpu.json has what they give.
-PIECE = 1024  # keys in one piece of a row
-TILE_SCORES = 1 << 20  # scores in one tile: they should stay in the cache
-RANGE_COPIED = 1 << 20  # elements of the query rows of a unit where key heads come one after the other
-RANGE_DIRECT = 1 << 19  # and where they are innermost
-SHARED_OUT = 1 << 26  # scores a sample from which on threads work apart: below it, PyTorch's own are quicker to start
-LEFT = 1 << 26  # bytes that calls on a CPU leave to the next, at most
-HEADS_A_COPY = 4  # key heads for each copy of one that is held at a time
-REUSE = 2  # uses of a key block above which copying it first pays
-ACCELERATOR = 32  # how many times larger tiles and ranges are where there is no cache to stay in but a launch to pay
 
 
 def can_run(request: Request) -> tuple[bool, str]:
     return True, "runs every layout, option, dtype and device"
 
 
-class Scratch:
-    """Named buffers that one call uses again and again: fresh memory costs page faults, more than the arithmetic.
-
-    They are drawn from `memory.active_source()` where there is one, and are free again when the call has ended. Without
-    one, a call on a CPU leaves its buffers to the next, `LEFT` bytes of them at most.
-    """
-
-    idle: ClassVar[list[tuple[int, dict[str, Tensor]]]] = []  # of calls that have ended: bytes and buffers
-
-    def __init__(self, like: Tensor) -> None:
-        self._like = like
-        self._dtype = compute_dtype(like.dtype)
-        self._source = active_source()
-        self._buffers: dict[str, Tensor] = {}
-        if self._lasts:
-            with suppress(IndexError):  # there is none
-                _, self._buffers = self.idle.pop()
-
-    def __call__(self, name: str, *shape: int) -> Tensor:
-        """An uninitialised buffer in the compute dtype; what had this name before is overwritten."""
-        size = math.prod(shape)
-        held = self._buffers.get(name)
-        if held is None or held.numel() < size or held.dtype != self._dtype:
-            held = self._buffers[name] = self._new(name, size)
-        return held[:size].view(shape)
-
-    def end(self) -> None:
-        """The call has ended."""
-        size = sum(held.nbytes for held in self._buffers.values())
-        if self._lasts and size + sum(idle for idle, _ in [*self.idle]) <= LEFT:
-            self.idle.append((size, self._buffers))
-        self._buffers = {}
-
-    @property
-    def _lasts(self) -> bool:
-        return self._source is None and self._like.device.type == "cpu"
-
-    def _new(self, name: str, size: int) -> Tensor:
-        if self._source is None:
-            with torch.inference_mode(False):  # another call may be in another mode
-                return self._like.new_empty(size, dtype=self._dtype)
-        return self._source.buffer(name, size, self._dtype, self._like.device)
-
-
-def forward(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, extras: Extras) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, options: CallOptions) -> tuple[Tensor, Tensor]:
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=compute_dtype(q.dtype), device=q.device)
-    call = _Call(q, k, v, layout, extras)
+    call = _Call(q, k, v, layout, options)
     shares = call.shares(call.num_threads)
     for units in call.stages(shared_by=len(shares)):
         parts = _dealt_out(units, len(shares))
@@ -107,8 +48,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, extras: Extras
     return out, lse
 
 
-def _forward(call: _Call, units: list[_Unit], q: Tensor, out: Tensor, lse: Tensor) -> None:
-    extras = call.extras
+def _forward(call: _Call, units: list[Unit], q: Tensor, out: Tensor, lse: Tensor) -> None:
+    options = call.options
     for unit in units:
         queries = call.load("queries", q, unit)
         mixed = call.scratch("mixed", *queries.shape)
@@ -124,7 +65,7 @@ def _forward(call: _Call, units: list[_Unit], q: Tensor, out: Tensor, lse: Tenso
                 if dead.any():  # softmax made NaN of a row without keys
                     part_lse.masked_fill_(dead, -torch.inf)
                     weights.masked_fill_(dead[..., None], 0.0)
-            if extras.seed is not None:
+            if options.seed is not None:
                 weights.mul_(call.kept(unit, tile))
             values = call.gather(unit.values, tile)
             if tile.first and isinstance(tile.rows, slice):
@@ -151,16 +92,13 @@ def backward(
     out: Tensor,
     lse: Tensor,
     layout: BlockLayout,
-    extras: Extras,
+    options: CallOptions,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    call = _Call(q, k, v, layout, extras)
+    call = _Call(q, k, v, layout, options)
     new = torch.empty_like if call.copied else torch.zeros_like
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)
     dk, dv = (new(x, memory_format=torch.contiguous_format) for x in (k, v))
-    # How many depends on the heads alone, so that a sample's bits do not depend on its batch; and copies of key heads,
-    # one for each share, stay a small part of what the call holds anyway.
-    heads = call.key_heads // HEADS_A_COPY if call.copied else call.key_heads
-    shares = call.shares(max(1, min(heads, call.num_threads)))
+    shares = call.shares(call.num_backward_shares)
     workers.run([partial(_backward, share, (do, q, out, lse), dlse, (dq, dk, dv)) for share in shares])
     call.end(shares)
     return dq, dk, dv
@@ -169,7 +107,7 @@ def backward(
 def _backward(
     call: _Call, given: tuple[Tensor, ...], dlse: Tensor | None, grads: tuple[Tensor, Tensor, Tensor]
 ) -> None:
-    (do, q, out, lse), (dq, dk, dv), extras = given, grads, call.extras
+    (do, q, out, lse), (dq, dk, dv), options = given, grads, call.options
     for unit in (unit for units in call.stages() for unit in units):
         dkeys, dvalues = call.accumulator("dkeys", dk, unit), call.accumulator("dvalues", dv, unit)
         queries = call.load("queries", q, unit)
@@ -192,15 +130,15 @@ def _backward(
             gathered = call.gather(unit.values, tile)
             dweights = torch.bmm(tile_grad, gathered.mT, out=call.scratch("dweights", *weights.shape))
             dropped = weights
-            if extras.seed is not None:
+            if options.seed is not None:
                 kept = call.kept(unit, tile)
                 dropped, dweights = weights * kept, dweights.mul_(kept)
             # The gathered values have served; the gradients of the same blocks take their place.
             _scatter_add(dvalues, tile, torch.bmm(dropped.mT, tile_grad, out=gathered))
             dscores = dweights.sub_(delta[tile.rows, :, None]).mul_(weights)
-            if extras.softcap:
+            if options.softcap:
                 dscores.mul_(call.scratch("steepness", *dscores.shape))
-            scaled = {"beta": 0, "alpha": extras.scale}  # beta 0: what the buffer held does not matter
+            scaled = {"beta": 0, "alpha": options.scale}  # beta 0: what the buffer held does not matter
             torch.baddbmm(gathered, dscores.mT, tile_queries, **scaled, out=gathered)
             _scatter_add(dkeys, tile, gathered)
             gathered = call.gather(unit.keys, tile)
@@ -227,75 +165,27 @@ def _merge(mixed: Tensor, total: Tensor, rows: Tensor | slice, part: Tensor, par
     total[rows] = torch.logaddexp(old, part_lse)
 
 
-def _dealt_out(units: list[_Unit], num: int) -> list[list[_Unit]]:
+def _dealt_out(units: list[Unit], num: int) -> list[list[Unit]]:
     """Like cards, there and back again: where work grows along the sequence, all get as much of it."""
-    parts: list[list[_Unit]] = [[] for _ in range(num)]
+    parts: list[list[Unit]] = [[] for _ in range(num)]
     for i, unit in enumerate(units):
         turn, seat = divmod(i, num)
         parts[num - 1 - seat if turn % 2 else seat].append(unit)
     return parts
 
 
-def _scatter_add(blocks: Tensor, tile: _Tile, grad: Tensor) -> None:
+def _scatter_add(blocks: Tensor, tile: Tile, grad: Tensor) -> None:
     blocks.index_add_(0, tile.blocks.flatten(), grad.view(-1, *blocks.shape[1:]))
 
 
-@dataclass(frozen=True)
-class _Unit:
-    """Query heads that share a list and a key head, over a range of query blocks."""
-
-    sample: int
-    key_head: int
-    heads: slice
-    rows: range  # query blocks
-    tokens: slice  # the same in tokens
-    keys: Tensor  # [num_k_blocks, block_k, D]
-    values: Tensor
-    opens_key_head: bool
-    closes_key_head: bool
-
-
-@dataclass(frozen=True)
-class _Tile:
-    """Pieces of rows that are computed together."""
-
-    rows: Tensor | slice  # which rows of the unit
-    query_blocks: Tensor  # the same, as query blocks of the sequence
-    blocks: Tensor  # key blocks [num, width]
-    num_full: int  # of them, the first so many are full
-    rule_ids: Tensor | None  # [num, width − num_full]
-    times: Tensor | None  # [num, width] how often the pairs of a block count, 0 where they differ; None: once
-    first: bool  # no earlier piece of these rows
-    masked: bool  # some row may have no key at all
-
-
-class _Call:
+class _Call(Tiling):
     """What all units of a call share; a share of it has some of the key heads and its own scratch memory."""
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, extras: Extras) -> None:
-        self.k, self.v, self.layout, self.extras = k, v, layout, extras
-        self.batch, _, self.num_heads, self.head_dim = q.shape
-        self.key_heads = k.shape[2]
-        self.device = q.device
-        self.scratch = Scratch(q)
-        self.enlarge: float = 1 if q.device.type == "cpu" else ACCELERATOR
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, options: CallOptions) -> None:
+        super().__init__(q, k, layout, masked=options.is_masked)
+        self.k, self.v, self.options = k, v, options
         self.own_key_heads = range(self.key_heads)
-        self.plans: dict[tuple[int, range], list[_Tile]] = {}
-        group = self.num_heads // self.key_heads
-        # Query heads stacked into one tile: all of a key head, unless each has its own list.
-        self.stacked = 1 if layout.num_heads is not None and layout.num_heads > self.key_heads else group
-        self.edges = layout.by_query.offsets.cpu().long(), layout.by_query.splits.cpu().long()
-        uses = group // self.stacked * len(layout.by_query.indices) / (layout.num_lists * layout.num_k_blocks)
-        plain = k.dtype == compute_dtype(k.dtype) and layout.seq_k % layout.block_k == 0 and layout.num_residues == 1
-        self.copied = uses > REUSE or not plain
-        block = layout.block_q * layout.block_k
-        self.scores_a_sample = len(layout.by_query.indices) // layout.num_lists * block * self.num_heads
-
-    @property
-    def num_threads(self) -> int:
-        """How many threads work apart; 1 where operators that are split do better."""
-        apart = self.device.type == "cpu" and self.scores_a_sample >= SHARED_OUT
-        return torch.get_num_threads() if apart else 1
+        self.scratch = Scratch(q)
 
     def shares(self, num: int) -> list[_Call]:
         """The call `num` times, each with its part of the key heads (or of the units it is given) and of the cache."""
@@ -314,11 +204,11 @@ class _Call:
         for call in (self, *shares):
             call.scratch.end()
 
-    def stages(self, shared_by: int = 1) -> Iterator[list[_Unit]]:
+    def stages(self, shared_by: int = 1) -> Iterator[list[Unit]]:
         """Units that can run side by side, stage after stage; those of a stage are enough for all who share them."""
         for sample in range(self.batch):
             if self.copied:
-                ranges = self._ranges(RANGE_COPIED, 2 * shared_by if shared_by > 1 else 1)
+                ranges = self.ranges(shared_by)
                 for key_head in self.own_key_heads:
                     (keys, copy_keys), (values, copy_values) = (
                         self._copy(n, x[sample, :, key_head]) for n, x in (("keys", self.k), ("values", self.v))
@@ -328,53 +218,14 @@ class _Call:
                     else:
                         copy_keys()
                         copy_values()
-                    yield list(self._of_key_head(sample, key_head, ranges, keys, values))
+                    yield list(self.units(sample, key_head, ranges, keys, values))
             else:
-                units: list[_Unit] = []
-                for rows in self._ranges(RANGE_DIRECT):
+                units: list[Unit] = []
+                for rows in self.ranges():
                     for key_head in self.own_key_heads:
                         keys, values = (self._view(x, sample, key_head) for x in (self.k, self.v))
-                        units += self._of_key_head(sample, key_head, [rows], keys, values)
+                        units += self.units(sample, key_head, [rows], keys, values)
                 yield units
-
-    def _ranges(self, elements: int, in_parts: int = 1) -> list[range]:
-        """Runs of query blocks, each of one class."""
-        num_residues, row = self.layout.num_residues, self.stacked * self.layout.block_q * self.head_dim
-        num, in_parts = self.layout.num_q_blocks // num_residues, -(-in_parts // num_residues)
-        parts = -(-num // max(1, int(self.enlarge * elements) // row))
-        parts = min(num, -(-parts // in_parts) * in_parts)
-        cuts = [
-            (c * num + num * i // parts, c * num + num * (i + 1) // parts)
-            for c in range(num_residues)
-            for i in range(parts)
-        ]
-        return [range(*cut) for cut in cuts]
-
-    def _of_key_head(
-        self, sample: int, key_head: int, ranges: list[range], keys: Tensor, values: Tensor
-    ) -> Iterator[_Unit]:
-        group = self.num_heads // self.key_heads
-        firsts = range(key_head * group, (key_head + 1) * group, self.stacked)
-        for head in firsts:
-            for rows in ranges:
-                yield _Unit(
-                    sample=sample,
-                    key_head=key_head,
-                    heads=slice(head, head + self.stacked),
-                    rows=rows,
-                    tokens=self._tokens(rows),
-                    keys=keys,
-                    values=values,
-                    opens_key_head=head == firsts[0] and rows is ranges[0],
-                    closes_key_head=head == firsts[-1] and rows is ranges[-1],
-                )
-
-    def _tokens(self, rows: range) -> slice:
-        layout, per_residue = self.layout, self.layout.num_q_blocks // self.layout.num_residues
-        residue, first = divmod(rows.start, per_residue)
-        start, num = first * layout.block_q * layout.num_residues + residue, len(rows) * layout.block_q
-        stop = min(start + num * layout.num_residues, layout.seq_q)
-        return slice(min(start, stop), stop, layout.num_residues)
 
     def _view(self, x: Tensor, sample: int, key_head: int) -> Tensor:
         """Keys or values of a head as blocks [num_k_blocks, block_k, D], as they lie."""
@@ -396,134 +247,64 @@ class _Call:
 
         return blocks[:, 0], fill
 
-    def accumulator(self, name: str, grad: Tensor, unit: _Unit) -> Tensor:
+    def accumulator(self, name: str, grad: Tensor, unit: Unit) -> Tensor:
         """Where the gradient of this unit's key blocks is summed."""
         if not self.copied:
             return self._view(grad, unit.sample, unit.key_head)
         blocks = self.scratch(name, *unit.keys.shape)
         return blocks.zero_() if unit.opens_key_head else blocks
 
-    def store_keys(self, x: Tensor, unit: _Unit, blocks: Tensor) -> None:
+    def store_keys(self, x: Tensor, unit: Unit, blocks: Tensor) -> None:
         for residue, of_class in enumerate(blocks[:, None].chunk(self.layout.num_residues)):
             _from_blocks(x[unit.sample, residue :: self.layout.num_residues, unit.key_head, None], of_class)
 
-    def load(self, name: str, x: Tensor, unit: _Unit) -> Tensor:
+    def load(self, name: str, x: Tensor, unit: Unit) -> Tensor:
         """Rows of q, out or do as [rows, M, D], in the compute dtype."""
         tiles = self.scratch(name, len(unit.rows), self.stacked, self.layout.block_q, x.shape[-1])
         _into_blocks(tiles, x[unit.sample, unit.tokens, unit.heads])
         return tiles.flatten(1, 2)
 
-    def store(self, x: Tensor, unit: _Unit, tiles: Tensor) -> None:
+    def store(self, x: Tensor, unit: Unit, tiles: Tensor) -> None:
         _from_blocks(x[unit.sample, unit.tokens, unit.heads], tiles.unflatten(1, (self.stacked, -1)))
 
-    def load_lse(self, name: str, x: Tensor, unit: _Unit, behind: float = 0.0) -> Tensor:
+    def load_lse(self, name: str, x: Tensor, unit: Unit, behind: float = 0.0) -> Tensor:
         """Rows of a (batch, heads, seq_q) tensor as [rows, M]."""
         tiles = self.scratch(name, len(unit.rows), self.stacked, self.layout.block_q, 1)
         _into_blocks(tiles, x[unit.sample, unit.heads, unit.tokens].mT[..., None], behind)
         return tiles.flatten(1)
 
-    def store_lse(self, x: Tensor, unit: _Unit, tiles: Tensor) -> None:
+    def store_lse(self, x: Tensor, unit: Unit, tiles: Tensor) -> None:
         rows = tiles.view(len(unit.rows), self.stacked, -1, 1)
         _from_blocks(x[unit.sample, unit.heads, unit.tokens].mT[..., None], rows)
 
-    def _first_row(self, unit: _Unit) -> int:
-        """Where the list of the unit's heads starts among the rows of the layout."""
-        layout, first = self.layout, 0
-        if layout.num_heads is not None:
-            first = unit.heads.start * layout.num_heads // self.num_heads
-        if layout.batch_size is not None:
-            first += unit.sample % layout.batch_size * (layout.num_heads or 1)
-        return first * layout.num_q_blocks
-
-    def _edges(self, unit: _Unit) -> tuple[Tensor, Tensor, Tensor]:
-        """Where the lists of the unit's rows start, turn from full to partial, and stop."""
-        first = self._first_row(unit)
-        row = slice(first + unit.rows.start, first + unit.rows.stop)
-        offsets, splits = self.edges
-        return offsets[row], splits[row], offsets[1:][row]
-
-    def empty_rows(self, unit: _Unit) -> Tensor:
-        """The rows without any block: no tile speaks of them."""
-        start, _, stop = self._edges(unit)
-        return (start == stop).nonzero()[:, 0].to(self.device)
-
-    def tiles(self, unit: _Unit) -> list[_Tile]:
-        """The pieces of the unit's rows, grouped by how many full and partial blocks they have.
-
-        Units of other heads and samples that share the list share the plan too.
-        """
-        key = self._first_row(unit), unit.rows
-        if key not in self.plans:
-            self.plans[key] = list(self._plan(unit))
-        return self.plans[key]
-
-    def _plan(self, unit: _Unit) -> Iterator[_Tile]:
-        layout = self.layout
-        start, split, stop = self._edges(unit)
-        piece = max(1, PIECE // layout.block_k)
-        for begin in range(0, int((stop - start).max()), piece):
-            first = start + begin
-            width = (stop - first).clamp(0, piece)
-            full = torch.minimum((split - first).clamp(min=0), width)
-            shape = full * (piece + 1) + width
-            for value in torch.unique(shape[width > 0]).tolist():
-                num_full, num = divmod(value, piece + 1)
-                same = (shape == value).nonzero()[:, 0]
-                scores = self.stacked * layout.block_q * num * layout.block_k
-                at_once = max(1, int(self.enlarge * TILE_SCORES) // scores)
-                for which in same.split(at_once):
-                    entries = (first[which][:, None] + torch.arange(num)).to(self.device)
-                    yield self._tile(unit, which, entries, num_full, is_first=begin == 0)
-
-    def _tile(self, unit: _Unit, which: Tensor, entries: Tensor, num_full: int, *, is_first: bool) -> _Tile:
-        lists = self.layout.by_query
-        rule_ids = None
-        if num_full < entries.shape[1]:
-            partial = entries[:, num_full:]
-            named = lists.rule_ids.numel() > 0 and not self.layout.dilated
-            rule_ids = lists.rule_ids[partial] if named else torch.zeros_like(partial)
-        times = lists.rule_ids[entries] if self.layout.dilated else None
-        consecutive = int(which[-1] - which[0]) == len(which) - 1
-        masks = (rule_ids, self.extras.key_padding_mask, self.extras.document_ids)
-        return _Tile(
-            rows=slice(int(which[0]), int(which[-1]) + 1) if consecutive else which.to(self.device),
-            query_blocks=(which + unit.rows.start).to(self.device),
-            blocks=lists.indices[entries],
-            num_full=num_full,
-            rule_ids=rule_ids,
-            times=times if times is not None and (times != 1).any() else None,
-            first=is_first,
-            masked=any(mask is not None for mask in masks),
-        )
-
-    def gather(self, blocks: Tensor, tile: _Tile) -> Tensor:
+    def gather(self, blocks: Tensor, tile: Tile) -> Tensor:
         """Key or value blocks of a tile, [num, width · block_k, D]; the one before is overwritten."""
         picked = self.scratch("gathered", tile.blocks.numel(), *blocks.shape[1:])
         torch.index_select(blocks, 0, tile.blocks.flatten(), out=picked)
         return picked.view(len(tile.blocks), -1, blocks.shape[-1])
 
-    def scores(self, queries: Tensor, unit: _Unit, tile: _Tile, *, steepness: bool = False) -> Tensor:
+    def scores(self, queries: Tensor, unit: Unit, tile: Tile, *, steepness: bool = False) -> Tensor:
         """Scaled scores [num, M, width · block_k], −inf where a pair is not allowed.
 
         Args:
             steepness: with a cap, leave its derivative at each of them in the buffer of that name.
         """
-        layout, extras = self.layout, self.extras
+        layout, options = self.layout, self.options
         num, width = tile.blocks.shape
         keys = self.gather(unit.keys, tile)
         scores = self.scratch("scores", num, queries.shape[1], keys.shape[1])
-        torch.baddbmm(scores, queries[tile.rows], keys.mT, beta=0, alpha=extras.scale, out=scores)
+        torch.baddbmm(scores, queries[tile.rows], keys.mT, beta=0, alpha=options.scale, out=scores)
         cells = scores.view(num, self.stacked, layout.block_q, width, layout.block_k)
-        if extras.softcap:
-            scores.div_(extras.softcap).tanh_()
+        if options.softcap:
+            scores.div_(options.softcap).tanh_()
             if steepness:
                 torch.mul(scores, scores, out=self.scratch("steepness", *scores.shape)).neg_().add_(1.0)
-            scores.mul_(extras.softcap)
-        if extras.alibi_slopes is not None:
+            scores.mul_(options.softcap)
+        if options.alibi_slopes is not None:
             position = self._queries(tile) + (layout.seq_k - layout.seq_q)
             distance = (position[:, :, None, None] - self._keys(tile)[:, None]).abs()
             cells.addcmul_(
-                extras.alibi_slopes[unit.heads, None, None, None], distance[:, None].to(scores.dtype), value=-1
+                options.alibi_slopes[unit.heads, None, None, None], distance[:, None].to(scores.dtype), value=-1
             )
         if tile.rule_ids is not None:
             partial = tile.blocks[:, tile.num_full :]
@@ -538,41 +319,41 @@ class _Call:
                 which = torch.full_like(piece, self._first_row(unit) // layout.num_q_blocks)
                 times = layout.pair_multiplicity(which, tile.query_blocks[piece], tile.blocks[piece, at])
                 cells[piece, :, :, at] += times.to(scores.dtype).log()[:, None]
-        if extras.key_padding_mask is not None:
-            padded = self._of_keys(extras.key_padding_mask[unit.sample], tile)
+        if options.key_padding_mask is not None:
+            padded = self._of_keys(options.key_padding_mask[unit.sample], tile)
             if padded.any():
                 cells.masked_fill_(padded[:, None, None], -torch.inf)
-        if extras.document_ids is not None:
-            key_ids = self._of_keys(extras.document_ids[unit.sample], tile)
-            query_ids = aligned_queries(extras.document_ids, layout.seq_q)[unit.sample]
+        if options.document_ids is not None:
+            key_ids = self._of_keys(options.document_ids[unit.sample], tile)
+            query_ids = aligned_queries(options.document_ids, layout.seq_q)[unit.sample]
             query_ids = query_ids[self._queries(tile).clamp(max=layout.seq_q - 1)]
             cells.masked_fill_(query_ids[:, None, :, None, None] != key_ids[:, None, None], -torch.inf)
         return scores
 
-    def _queries(self, tile: _Tile) -> Tensor:
+    def _queries(self, tile: Tile) -> Tensor:
         """Query numbers [num, block_q]."""
         return self.layout.queries_of(tile.query_blocks)
 
-    def _keys(self, tile: _Tile) -> Tensor:
+    def _keys(self, tile: Tile) -> Tensor:
         """Key numbers [num, width, block_k]."""
         return self.layout.keys_of(tile.blocks.long())
 
-    def _of_keys(self, x: Tensor, tile: _Tile) -> Tensor:
+    def _of_keys(self, x: Tensor, tile: Tile) -> Tensor:
         """A value for each key of a tile; keys behind the end, which a token rule hides, get the last one's."""
         return x[self._keys(tile).clamp(max=self.layout.seq_k - 1)]
 
-    def kept(self, unit: _Unit, tile: _Tile) -> Tensor:
+    def kept(self, unit: Unit, tile: Tile) -> Tensor:
         """Dropout's factor of every weight of a tile: 0 or 1 / (1 − p)."""
-        assert self.extras.seed is not None
+        assert self.options.seed is not None
         heads = torch.arange(unit.heads.start, unit.heads.stop, device=self.device)
         kept = keep_mask(
-            self.extras.seed,
-            self.extras.dropout_p,
+            self.options.seed,
+            self.options.dropout_p,
             (unit.sample * self.num_heads + heads)[None, :, None, None],
             self._queries(tile)[:, None, :, None],
             self._keys(tile).flatten(1)[:, None, None],
         )
-        return kept.flatten(1, 2).to(compute_dtype(self.k.dtype)).div_(1.0 - self.extras.dropout_p)
+        return kept.flatten(1, 2).to(compute_dtype(self.k.dtype)).div_(1.0 - self.options.dropout_p)
 
 
 def _into_blocks(blocks: Tensor, tokens: Tensor, behind: float = 0.0) -> None:

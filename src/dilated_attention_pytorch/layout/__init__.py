@@ -10,7 +10,8 @@ from .cache import (
     set_pattern_cache,
 )
 from .cost import AttentionCost
-from .layout import BlockLayout, BlockList
+from .layout import BlockLayout
+from .lists import BlockList
 
 __all__ = [
     "AttentionCost",

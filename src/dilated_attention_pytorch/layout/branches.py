@@ -27,9 +27,9 @@ from ..patterns.branches import Branches
 from ..patterns.tokens import EVERYTHING, Interval
 from .build import ragged, rows_of
 from .checks import MAX_SEQUENCE, check_sizes
-from .layout import NO_DOCUMENTS, BlockLayout
+from .layout import BlockLayout
 from .lists import BlockList
-from .rules import moved
+from .rules import NO_DOCUMENTS, moved
 
 BLOCK_SIZES = (128, 64)
 MAX_RESIDUES = 512

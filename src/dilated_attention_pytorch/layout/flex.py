@@ -10,8 +10,9 @@ from torch import Tensor
 
 from ..patterns.base import check_int
 from ..patterns.tokens import UNBOUNDED, Interval
-from .layout import NO_BRANCHES, NO_DOCUMENTS, BlockLayout, BlockList
-from .rules import key_bounds
+from .layout import BlockLayout
+from .lists import BlockList
+from .rules import NO_BRANCHES, NO_DOCUMENTS, key_bounds
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask

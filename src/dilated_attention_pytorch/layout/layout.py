@@ -5,34 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import InitVar, dataclass, field, replace
 from functools import cached_property
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from ..patterns import Pattern, PerHead
-from ..patterns.base import check_int
+from ..patterns import Pattern
 from ..patterns.blocks import ceil_div
-from ..patterns.tokens import EVERYTHING, UNBOUNDED, Interval
-from . import build, cost
-from .checks import block_pair, check_layout, check_sizes
-from .lists import HOST, BlockList, send
-from .rules import NOTHING, document_bounds, key_bounds, moved, num_tokens
+from . import builders, cost, derived, flattening, slicing
+from .checks import check_layout
+from .lists import BlockList
+from .rules import NO_BRANCHES, NO_DOCUMENTS, key_bounds
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-# Entries that one sort of `by_key` takes on a CPU.
-_SORTED_AT_ONCE = 1 << 20
-
-NUM_SIZES = 9  # of `flatten`
 MOST_NOTES = 256
 
 T = TypeVar("T")
-
-NO_DOCUMENTS = torch.empty(2, 0, dtype=torch.int32)
-NO_BRANCHES = torch.empty(0, 0, 5, dtype=torch.int32)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -72,7 +62,7 @@ class BlockLayout:
     branches: Tensor = NO_BRANCHES
     has_mixed_blocks: bool = False
     checked: InitVar[bool] = False
-    _made: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
+    _derived: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
     # What operators and kernels remember of calls over this layout, as long as it is there: never the layout itself,
     # which would not go before the garbage collector comes.
     notes: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
@@ -105,72 +95,7 @@ class BlockLayout:
             num_heads: for a per-head pattern, checked against it; a plain pattern gives one list for all heads.
             query_blocks: int64 [any], ascending: build these rows of blocks alone, what `take` would give of the whole.
         """
-        if not isinstance(pattern, Pattern):
-            raise TypeError(f"pattern must be a Pattern, got {type(pattern).__name__}")
-        seq_k = seq_q if seq_k is None else seq_k
-        lengths, blocks = check_sizes(seq_q, seq_k, block_size)
-        for size in pattern.block_sizes:
-            if size % blocks[0] or size % blocks[1]:
-                raise ValueError(
-                    f"block_size must divide the block size {size} that the pattern is written in, got {block_size}"
-                )
-        packings = build.documents_of(pattern)
-        if len(packings) > 1:
-            raise ValueError(f"a pattern may speak of one packing of documents, got {len(packings)}: {packings}")
-        heads = pattern.patterns if isinstance(pattern, PerHead) else (pattern,)
-        if num_heads is not None:
-            check_int("num_heads", num_heads, least=1)
-        if num_heads is not None and len(heads) not in (1, num_heads):
-            raise ValueError(f"num_heads must be the pattern's {len(heads)} heads, got {num_heads}")
-        device = torch.device("cpu" if device is None else device)
-        documents = torch.empty_like(NO_DOCUMENTS, device=device)
-        starts: tuple[int, ...] = ()
-        if packings:
-            starts = next(iter(packings)).starts
-            if starts[-1] != seq_k:
-                raise ValueError(f"the lengths of Documents must add up to seq_k = {seq_k}, got {starts[-1]}")
-            position = torch.arange(seq_k - seq_q, seq_k, dtype=torch.int32, device=device)
-            if query_blocks is not None:
-                position = _tokens(query_blocks, blocks[0], seq_q).int() + (seq_k - seq_q)
-            documents = document_bounds(starts, position)
-
-        table: list[list[Interval]] = []
-        lists: dict[Pattern, BlockList] = {}
-        single = len(set(heads)) == 1
-        for head in dict.fromkeys(heads):
-            terms = build.terms_of(head)
-            intervals = list(dict.fromkeys(term.interval for term in terms))
-            if len(intervals) > build.MAX_INTERVALS:
-                raise ValueError(
-                    f"a pattern may be a union of at most {build.MAX_INTERVALS} different token rules, got "
-                    f"{len(intervals)}: {head}"
-                )
-            # One rule for all needs no naming.
-            named = None if single and len(intervals) == 1 else len(table)
-            lists[head] = BlockList.concat(
-                build.find_blocks(
-                    terms, intervals, lengths, blocks, device, named=named, starts=starts, query_blocks=query_blocks
-                )
-            )
-            table += build.rule_table(intervals)
-        by_query = lists[heads[0]] if len(heads) == 1 else BlockList.concat(lists[head] for head in heads)
-        width = max(len(rule) for rule in table)
-        table = [rule + [NOTHING] * (width - len(rule)) for rule in table]
-        alone = single and len(terms) == 1 and not terms[0].rules and query_blocks is None
-        layout = cls(
-            seq_q=seq_q if query_blocks is None else num_tokens(query_blocks, blocks[0], seq_q),
-            seq_k=seq_k,
-            block_q=blocks[0],
-            block_k=blocks[1],
-            by_query=by_query,
-            num_heads=len(heads) if len(heads) > 1 else None,
-            rules=send((torch.tensor(table, dtype=torch.int32, device=HOST),), device)[0],
-            documents=documents,
-            branches=torch.empty_like(NO_BRANCHES, device=device),
-            kind=build.WHOLE.get(terms[0].interval) if alone else None,
-            checked=True,
-        )
-        return layout if query_blocks is None else layout._moved(query_blocks, seq_q, None, seq_k)
+        return builders.from_pattern(cls, pattern, seq_q, seq_k, block_size, num_heads, device, query_blocks)
 
     @classmethod
     def from_block_mask(
@@ -182,39 +107,7 @@ class BlockLayout:
         seq_k: int | None = None,
     ) -> BlockLayout:
         """From a bool mask of blocks: [query blocks, key blocks], with heads, or with samples and heads before them."""
-        if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-            raise TypeError(f"mask must be a bool tensor, got {getattr(mask, 'dtype', type(mask).__name__)}")
-        if mask.ndim not in (2, 3, 4):
-            raise ValueError(
-                f"mask must have shape [nq, nk], [heads, nq, nk] or [batch, heads, nq, nk], got {list(mask.shape)}"
-            )
-        if 0 in mask.shape:
-            raise ValueError(f"mask must not be empty, got shape {list(mask.shape)}")
-        num_q, num_k = mask.shape[-2:]
-        block_q, block_k = block_pair(block_size)
-        seq_q = num_q * block_q if seq_q is None else seq_q
-        seq_k = num_k * block_k if seq_k is None else seq_k
-        check_sizes(seq_q, seq_k, block_size)
-        for name, seq, block, num in (("seq_q", seq_q, block_q, num_q), ("seq_k", seq_k, block_k, num_k)):
-            if ceil_div(seq, block) != num:
-                raise ValueError(f"{name} must need {num} blocks of {block} tokens, as the mask has, got {seq}")
-        row, column = mask.reshape(-1, num_k).nonzero().unbind(1)
-        partial = (column + 1) * block_k > seq_k
-        num_rows = mask.numel() // num_k
-        return cls(
-            seq_q=seq_q,
-            seq_k=seq_k,
-            block_q=block_q,
-            block_k=block_k,
-            by_query=BlockList.pack(row, column, partial, None, num_rows),
-            num_heads=mask.shape[-3] if mask.ndim > 2 else None,
-            batch_size=mask.shape[0] if mask.ndim > 3 else None,
-            rules=torch.tensor([[EVERYTHING]], dtype=torch.int32, device=mask.device),
-            documents=NO_DOCUMENTS.to(mask.device),
-            branches=NO_BRANCHES.to(mask.device),
-            kind="full" if len(row) == mask.numel() else None,
-            checked=True,
-        )
+        return builders.from_block_mask(cls, mask, block_size, seq_q, seq_k)
 
     @classmethod
     def from_flex_block_mask(cls, mask: BlockMask) -> BlockLayout:
@@ -257,23 +150,23 @@ class BlockLayout:
     @property
     def by_key(self) -> BlockList:
         """The same blocks by key block: row `list · num_k_blocks + key block` names query blocks. Made when asked."""
-        return self._remembered("by_key", self._make_by_key)
+        return self._derive("by_key", lambda: derived.by_key(self))
 
     @property
     def query_work(self) -> Tensor:
         """`BlockList.work` of the lists by query. Made when asked."""
-        return self._remembered("query_work", lambda: self.by_query.work(self.num_lists, self.num_residues))
+        return self._derive("query_work", lambda: self.by_query.work(self.num_lists, self.num_residues))
 
     @property
     def key_work(self) -> Tensor:
         """The same of the lists by key."""
-        return self._remembered("key_work", lambda: self.by_key.work(self.num_lists, self.num_residues))
+        return self._derive("key_work", lambda: self.by_key.work(self.num_lists, self.num_residues))
 
     def order(self, *, by_key: bool) -> None:
         """Make `query_work`, and `by_key` and `key_work`, unless they are there."""
-        if "query_work" not in self._made:
+        if "query_work" not in self._derived:
             _ = self.query_work
-        if by_key and "key_work" not in self._made:
+        if by_key and "key_work" not in self._derived:
             _ = self.key_work
 
     def note(self, key: object, value: object) -> None:
@@ -284,13 +177,13 @@ class BlockLayout:
     def tensors(self) -> list[Tensor]:
         """All that it holds, also what was made of it later."""
         found = self.flatten()[0]
-        for made in list(self._made.values()):  # another thread may add to it
+        for made in list(self._derived.values()):  # another thread may add to it
             found += made.tensors() if isinstance(made, BlockList | BlockLayout) else [made]
         return found
 
-    def _remembered(self, name: str, make: Callable[[], T]) -> T:
+    def _derive(self, name: str, make: Callable[[], T]) -> T:
         """What is made of the lists once; in a graph, part of it."""
-        if name not in self._made:
+        if name not in self._derived:
             if torch.compiler.is_compiling():
                 return make()
             with torch.inference_mode(False):
@@ -300,30 +193,8 @@ class BlockLayout:
             # Like the lists themselves: their length must not become part of a graph.
             for tensor in made.tensors() if isinstance(made, BlockList) else ():
                 tensor._dynamo_weak_dynamic_indices = {0}  # type: ignore[attr-defined]
-            return self._made.setdefault(name, made)  # another thread may have been first
-        return self._made[name]
-
-    def _make_by_key(self) -> BlockList:
-        query_block = self.by_query.row_of_entry()
-        partial = self.by_query.is_partial(query_block)
-        num_rows = self.num_lists * self.num_k_blocks
-        row = torch.div(query_block, self.num_q_blocks, rounding_mode="floor")
-        row.mul_(self.num_k_blocks).add_(self.by_query.indices)
-        row.masked_fill_(query_block == self.by_query.num_rows, num_rows)
-        query_block.remainder_(self.num_q_blocks)
-        rule = self.by_query.rule_ids if self.by_query.rule_ids.numel() else None
-        # Sorting needs several times the memory of what is sorted: on a CPU sort a range of rows at a time. (Elsewhere
-        # that would wait for the device.)
-        parts = min(-(-len(row) // _SORTED_AT_ONCE), num_rows) if self.device.type == "cpu" else 1
-        if parts <= 1:
-            return BlockList.pack(row, query_block, partial, rule, num_rows)
-        edges = [num_rows * part // parts for part in range(parts + 1)]
-        pieces = []
-        for start, stop in pairwise(edges):
-            here = ((row >= start) & (row < stop)).nonzero()[:, 0]
-            chosen = None if rule is None else rule[here]
-            pieces.append(BlockList.pack(row[here] - start, query_block[here], partial[here], chosen, stop - start))
-        return BlockList.concat(pieces)
+            return self._derived.setdefault(name, made)  # another thread may have been first
+        return self._derived[name]
 
     @property
     def causal(self) -> BlockLayout:
@@ -332,97 +203,14 @@ class BlockLayout:
             return self
         if self.dilated:
             raise ValueError("a layout of branches is made causal when it is built: layout_of_branches(is_causal=True)")
-        return self._remembered("causal", self._make_causal)
-
-    def _make_causal(self) -> BlockLayout:
-        """What is dropped leaves spare capacity, in a graph, where shapes are known beforehand, and on a device, which
-        would have to be waited for."""
-        row = self.by_query.row_of_entry()
-        partial = self.by_query.is_partial(row)
-        column, num_rows, num_rules = self.by_query.indices, self.by_query.num_rows, len(self.rules)
-        head = torch.arange(self.seq_k - self.seq_q, self.seq_k, self.block_q, device=self.device)
-        span = build.Span.of(Interval(right=0), head, self.seq_k, self.blocks)
-        query_block = row % self.num_q_blocks
-        kept = (row < num_rows) & (column >= span.first[query_block]) & (column < span.stop[query_block])
-        crossing = (column < span.first_full[query_block]) | (column >= span.stop_full[query_block])
-        # A full block that the diagonal crosses takes a new rule, the last of the table: everything, so far.
-        rule = self.by_query.rule_ids if self.by_query.rule_ids.numel() else torch.zeros_like(column)
-        rule = torch.where(partial, rule, num_rules)
-        row = torch.where(kept, row, num_rows)
-        order = (row.long() * self.num_k_blocks + column).argsort(stable=True)
-        everything = torch.full_like(self.rules[:1], UNBOUNDED)
-        everything[:, 1:, 3].fill_(NOTHING.query_stop)
-        everything[..., 4].fill_(0)
-        rules = torch.cat((self.rules, everything))
-        causal_right = rules[..., 1:2].clamp(max=0)
-        by_query = BlockList.pack(row[order], column[order], (partial | crossing)[order], rule[order], num_rows)
-        trim = self.device.type == "cpu" and not torch.compiler.is_compiling()
-        return BlockLayout(
-            seq_q=self.seq_q,
-            seq_k=self.seq_k,
-            block_q=self.block_q,
-            block_k=self.block_k,
-            by_query=by_query.trimmed() if trim else by_query,
-            num_heads=self.num_heads,
-            batch_size=self.batch_size,
-            rules=torch.cat((rules[..., :1], causal_right, rules[..., 2:]), dim=-1),
-            documents=self.documents,
-            branches=self.branches,
-            kind="causal" if self.kind == "full" else None,
-            checked=True,
-        )
+        return self._derive("causal", lambda: derived.causal(self))
 
     def take(self, query_blocks: Tensor, key_blocks: Tensor | None = None) -> BlockLayout:
         """These rows and columns of blocks (int64, ascending; all columns by default) as a layout of their own.
 
         Blocks are counted as they come, and the token rules are moved with them, so that the same pairs are allowed.
         """
-        which, row, column, rule = self.entries()
-        kept, row = _places(query_blocks, row)
-        documents, seq_k = self.documents, self.seq_k
-        if documents.numel():
-            documents = documents[:, _tokens(query_blocks, self.block_q, self.seq_q)].contiguous()
-        if key_blocks is not None:
-            found, column = _places(key_blocks, column)
-            kept &= found
-            seq_k = num_tokens(key_blocks, self.block_k, self.seq_k)
-            inside, place = _places(key_blocks, documents // self.block_k)
-            within = torch.where(inside, documents % self.block_k, 0)
-            documents = (place * self.block_k + within).clamp(max=seq_k).int()
-        row, column, rule = (which * len(query_blocks) + row)[kept], column[kept], rule[kept]
-        taken = replace(
-            self,
-            seq_q=num_tokens(query_blocks, self.block_q, self.seq_q),
-            seq_k=seq_k,
-            by_query=BlockList.pack(row, column, rule >= 0, rule, self.num_lists * len(query_blocks)),
-            documents=documents,
-            kind=None,
-            checked=True,
-        )
-        return taken._moved(query_blocks, self.seq_q, key_blocks, self.seq_k)
-
-    def _moved(self, query_blocks: Tensor, seq_q: int, key_blocks: Tensor | None, seq_k: int) -> BlockLayout:
-        """With rules that speak of the blocks as they are counted now, not of the whole of these lengths."""
-        ahead = (self.seq_q - seq_q) - (self.seq_k - seq_k)
-        query_by = (query_blocks - torch.arange(self.num_q_blocks, device=self.device)) * self.block_q + ahead
-        counted = torch.arange(self.num_k_blocks, device=self.device)
-        key_by = ((counted if key_blocks is None else key_blocks) - counted) * self.block_k
-        which, row, column, rule = self.entries()
-        partial = rule >= 0
-        if not partial.any():
-            return replace(self, rules=self.rules[:1], by_query=self.by_query.unnamed(), checked=True)
-        # A rule for every different (old rule, step of the query block, step of the key block).
-        query_steps, query_step = torch.unique(query_by, return_inverse=True)
-        key_steps, key_step = torch.unique(key_by, return_inverse=True)
-        used = (rule.long() * len(query_steps) + query_step[row]) * len(key_steps) + key_step[column]
-        used, named = torch.unique(used.masked_fill(~partial, int(used[partial][0])), return_inverse=True)
-        of_key, used = used % len(key_steps), used // len(key_steps)
-        of_query, old = used % len(query_steps), used // len(query_steps)
-        rules = moved(self.rules[old], query_steps[of_query][:, None], key_steps[of_key][:, None]).int()
-        row = which * self.num_q_blocks + row
-        names = named if len(rules) > 1 else None
-        by_query = BlockList.pack(row, column, partial, names, self.by_query.num_rows)
-        return replace(self, rules=rules, by_query=by_query, checked=True)
+        return slicing.take(self, query_blocks, key_blocks)
 
     @property
     def lengths(self) -> tuple[int, int]:
@@ -549,51 +337,16 @@ class BlockLayout:
             work_order: with the order of work, `query_work`;
             by_key: and with `by_key` and `key_work` too.
         """
-        sizes = [*self.lengths, *self.blocks, self.num_heads or 0, self.batch_size or 0]
-        sizes += [self.num_residues, int(self.has_mixed_blocks)]
-        tensors = [*self.by_query.tensors(), self.rules, self.documents, self.branches]
-        if work_order or by_key:
-            tensors.append(self.query_work)
-        if by_key:
-            lists = self.by_key  # once: in a graph it is made each time
-            work = self._remembered("key_work", lambda: lists.work(self.num_lists, self.num_residues))
-            tensors += [*lists.tensors(), work]
-        return tensors, [len(tensors), *sizes]
+        return flattening.flatten(self, work_order, by_key)
 
     @classmethod
     def unflatten(cls, tensors: Sequence[Tensor], sizes: Sequence[int], kind: str | None = None) -> BlockLayout:
-        _, seq_q, seq_k, block_q, block_k, num_heads, batch_size, num_residues, has_mixed_blocks = sizes
-        lists, (rules, documents, branches), more = tensors[:4], tensors[4:7], tensors[7:]
-        layout = cls(
-            seq_q=seq_q,
-            seq_k=seq_k,
-            block_q=block_q,
-            block_k=block_k,
-            by_query=BlockList(*lists),
-            num_heads=num_heads or None,
-            batch_size=batch_size or None,
-            rules=rules,
-            documents=documents,
-            kind=kind,
-            num_residues=num_residues,
-            branches=branches,
-            has_mixed_blocks=bool(has_mixed_blocks),
-            checked=True,
-        )
-        if more:
-            layout._made["query_work"] = more[0]
-        if more[1:]:
-            layout._made.update(by_key=BlockList(*more[1:5]), key_work=more[5])
-        return layout
+        return flattening.unflatten(cls, tensors, sizes, kind)
 
     @classmethod
     def unflatten_all(cls, tensors: Sequence[Tensor], sizes: Sequence[int]) -> list[BlockLayout]:
         """Layouts whose tensors and sizes stand one behind the other."""
-        layouts = []
-        while sizes:
-            layouts.append(cls.unflatten(tensors[: sizes[0]], sizes[:NUM_SIZES]))
-            tensors, sizes = tensors[sizes[0] :], sizes[NUM_SIZES:]
-        return layouts
+        return flattening.unflatten_all(cls, tensors, sizes)
 
     def to(self, device: torch.device | str) -> BlockLayout:
         device = torch.device(device)
@@ -605,12 +358,12 @@ class BlockLayout:
 
     def __getstate__(self) -> dict[str, object]:
         """What can be made again is not stored."""
-        return {**self.__dict__, "_made": {}, "notes": {}}
+        return {**self.__dict__, "_derived": {}, "notes": {}}
 
     def __setstate__(self, state: dict[str, object]) -> None:
-        # A file of an older version knows nothing of notes, and has other names for two fields.
-        older = {"classes": "num_residues", "uneven": "has_mixed_blocks"}
-        self.__dict__.update({"notes": {}, **{older.get(name, name): value for name, value in state.items()}})
+        older = {"classes": "num_residues", "uneven": "has_mixed_blocks"}  # names in files of older versions
+        given = {older.get(name, name): value for name, value in state.items() if name != "_made"}
+        self.__dict__.update({"notes": {}, **given, "_derived": {}})
 
     def __repr__(self) -> str:
         lists = f", lists={list(self._list_shape)}" if self._list_shape else ""
@@ -621,15 +374,3 @@ class BlockLayout:
             f"{dilated}, "
             f"device={str(self.device)!r})"
         )
-
-
-def _places(chosen: Tensor, number: Tensor) -> tuple[Tensor, Tensor]:
-    """Which of these numbers stand in the ascending list, and where (or where they would)."""
-    place = torch.searchsorted(chosen, number.long())
-    return torch.isin(number, chosen), place
-
-
-def _tokens(blocks: Tensor, block: int, seq: int) -> Tensor:
-    """The tokens of these blocks, in order."""
-    tokens = (blocks[:, None] * block + torch.arange(block, device=blocks.device)).flatten()
-    return tokens[: num_tokens(blocks, block, seq)]

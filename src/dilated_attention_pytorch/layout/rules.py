@@ -15,6 +15,9 @@ from .lists import HOST, send
 # Unused places of the table: no query is below 0 − UNBOUNDED, so nothing is seen.
 NOTHING = Interval(query_stop=-(2**30))
 
+NO_DOCUMENTS = torch.empty(2, 0, dtype=torch.int32)
+NO_BRANCHES = torch.empty(0, 0, 5, dtype=torch.int32)
+
 
 def key_bounds(interval: Tensor, query: Tensor, seq_q: int, seq_k: int, documents: Tensor) -> tuple[Tensor, Tensor]:
     """First and last key that each query sees; last < first where it sees none.

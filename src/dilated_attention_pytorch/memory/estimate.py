@@ -26,7 +26,7 @@ from ..patterns.tokens import EVERYTHING, Interval
 PHASES = ("layout", "forward", "projection", "backward", "projection backward")
 KINDS = ("tensors", "gradients", "parameters", "lists", "workspace", "ring")
 
-# How `backends.blockwise` cuts its work; a test holds them equal to the constants there.
+# How `backends.tiling` cuts work; a test holds them equal to the constants there.
 PIECE = 1024
 TILE_SCORES = 1 << 20
 RANGE_COPIED = 1 << 20

@@ -387,7 +387,7 @@ def select_blocks(
         branches=branches,
         checked=True,
     )
-    layout._made.update(made)
+    layout._derived.update(made)
     return layout
 
 

@@ -1,0 +1,203 @@
+"""How `blockwise` cuts a call: into units of rows, and these into tiles that are computed at once.
+
+A unit is the query heads of one sample that share a list and a key head, over a range of query blocks. A row of blocks
+is cut into pieces of at most `PIECE` keys; pieces with the same number of full and partial blocks, of whatever rows of
+the unit, form a tile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..layout import BlockLayout
+from .base import compute_dtype
+
+# Tuned on 2 CPU cores; benchmarks/results/cpu.json has what they give.
+PIECE = 1024  # keys in one piece of a row
+TILE_SCORES = 1 << 20  # scores in one tile: they should stay in the cache
+RANGE_COPIED = 1 << 20  # elements of the query rows of a unit where key heads come one after the other
+RANGE_DIRECT = 1 << 19  # and where they are innermost
+SHARED_OUT = 1 << 26  # scores a sample from which on threads work apart: below it, PyTorch's own are quicker to start
+HEADS_A_COPY = 4  # key heads for each copy of one that is held at a time
+REUSE = 2  # uses of a key block above which copying it first pays
+ACCELERATOR = 32  # how many times larger tiles and ranges are where there is no cache to stay in but a launch to pay
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Query heads that share a list and a key head, over a range of query blocks."""
+
+    sample: int
+    key_head: int
+    heads: slice
+    rows: range  # query blocks
+    tokens: slice  # the same in tokens
+    keys: Tensor  # [num_k_blocks, block_k, D]
+    values: Tensor
+    opens_key_head: bool
+    closes_key_head: bool
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Pieces of rows that are computed together."""
+
+    rows: Tensor | slice  # which rows of the unit
+    query_blocks: Tensor  # the same, as query blocks of the sequence
+    blocks: Tensor  # key blocks [num, width]
+    num_full: int  # of them, the first so many are full
+    rule_ids: Tensor | None  # [num, width − num_full]
+    times: Tensor | None  # [num, width] how often the pairs of a block count, 0 where they differ; None: once
+    first: bool  # no earlier piece of these rows
+    masked: bool  # some row may have no key at all
+
+
+class Tiling:
+    """How a call is cut into units and these into tiles."""
+
+    def __init__(self, q: Tensor, k: Tensor, layout: BlockLayout, *, masked: bool) -> None:
+        """`masked`: whether the call brings a mask of its own."""
+        self.layout, self.masked = layout, masked
+        self.batch, _, self.num_heads, self.head_dim = q.shape
+        self.key_heads = k.shape[2]
+        self.device = q.device
+        self.enlarge: float = 1 if q.device.type == "cpu" else ACCELERATOR
+        self.plans: dict[tuple[int, range], list[Tile]] = {}
+        group = self.num_heads // self.key_heads
+        # Query heads stacked into one tile: all of a key head, unless each has its own list.
+        self.stacked = 1 if layout.num_heads is not None and layout.num_heads > self.key_heads else group
+        self.edges = layout.by_query.offsets.cpu().long(), layout.by_query.splits.cpu().long()
+        uses = group // self.stacked * len(layout.by_query.indices) / (layout.num_lists * layout.num_k_blocks)
+        plain = k.dtype == compute_dtype(k.dtype) and layout.seq_k % layout.block_k == 0 and layout.num_residues == 1
+        self.copied = uses > REUSE or not plain
+        block = layout.block_q * layout.block_k
+        self.scores_a_sample = len(layout.by_query.indices) // layout.num_lists * block * self.num_heads
+
+    @property
+    def num_threads(self) -> int:
+        """How many threads work apart; 1 where operators that are split do better."""
+        apart = self.device.type == "cpu" and self.scores_a_sample >= SHARED_OUT
+        return torch.get_num_threads() if apart else 1
+
+    @property
+    def num_backward_shares(self) -> int:
+        """In how many parts a backward is computed.
+
+        How many depends on the heads alone, so that a sample's bits do not depend on its batch; and copies of key
+        heads, one for each share, stay a small part of what the call holds anyway.
+        """
+        heads = self.key_heads // HEADS_A_COPY if self.copied else self.key_heads
+        return max(1, min(heads, self.num_threads))
+
+    def ranges(self, shared_by: int = 1) -> list[range]:
+        """Runs of query blocks, each of one class; where key heads come one after the other, enough for all shares."""
+        elements, in_parts = RANGE_DIRECT, 1
+        if self.copied:
+            elements, in_parts = RANGE_COPIED, 2 * shared_by if shared_by > 1 else 1
+        num_residues, row = self.layout.num_residues, self.stacked * self.layout.block_q * self.head_dim
+        num, in_parts = self.layout.num_q_blocks // num_residues, -(-in_parts // num_residues)
+        parts = -(-num // max(1, int(self.enlarge * elements) // row))
+        parts = min(num, -(-parts // in_parts) * in_parts)
+        cuts = [
+            (c * num + num * i // parts, c * num + num * (i + 1) // parts)
+            for c in range(num_residues)
+            for i in range(parts)
+        ]
+        return [range(*cut) for cut in cuts]
+
+    def units(self, sample: int, key_head: int, ranges: list[range], keys: Tensor, values: Tensor) -> Iterator[Unit]:
+        group = self.num_heads // self.key_heads
+        firsts = range(key_head * group, (key_head + 1) * group, self.stacked)
+        for head in firsts:
+            for rows in ranges:
+                yield Unit(
+                    sample=sample,
+                    key_head=key_head,
+                    heads=slice(head, head + self.stacked),
+                    rows=rows,
+                    tokens=self._tokens(rows),
+                    keys=keys,
+                    values=values,
+                    opens_key_head=head == firsts[0] and rows is ranges[0],
+                    closes_key_head=head == firsts[-1] and rows is ranges[-1],
+                )
+
+    def _tokens(self, rows: range) -> slice:
+        layout, per_residue = self.layout, self.layout.num_q_blocks // self.layout.num_residues
+        residue, first = divmod(rows.start, per_residue)
+        start, num = first * layout.block_q * layout.num_residues + residue, len(rows) * layout.block_q
+        stop = min(start + num * layout.num_residues, layout.seq_q)
+        return slice(min(start, stop), stop, layout.num_residues)
+
+    def _first_row(self, unit: Unit) -> int:
+        """Where the list of the unit's heads starts among the rows of the layout."""
+        layout, first = self.layout, 0
+        if layout.num_heads is not None:
+            first = unit.heads.start * layout.num_heads // self.num_heads
+        if layout.batch_size is not None:
+            first += unit.sample % layout.batch_size * (layout.num_heads or 1)
+        return first * layout.num_q_blocks
+
+    def _edges(self, unit: Unit) -> tuple[Tensor, Tensor, Tensor]:
+        """Where the lists of the unit's rows start, turn from full to partial, and stop."""
+        first = self._first_row(unit)
+        row = slice(first + unit.rows.start, first + unit.rows.stop)
+        offsets, splits = self.edges
+        return offsets[row], splits[row], offsets[1:][row]
+
+    def empty_rows(self, unit: Unit) -> Tensor:
+        """The rows without any block: no tile speaks of them."""
+        start, _, stop = self._edges(unit)
+        return (start == stop).nonzero()[:, 0].to(self.device)
+
+    def tiles(self, unit: Unit) -> list[Tile]:
+        """The pieces of the unit's rows, grouped by how many full and partial blocks they have.
+
+        Units of other heads and samples that share the list share the plan too.
+        """
+        key = self._first_row(unit), unit.rows
+        if key not in self.plans:
+            self.plans[key] = list(self._plan(unit))
+        return self.plans[key]
+
+    def _plan(self, unit: Unit) -> Iterator[Tile]:
+        layout = self.layout
+        start, split, stop = self._edges(unit)
+        piece = max(1, PIECE // layout.block_k)
+        for begin in range(0, int((stop - start).max()), piece):
+            first = start + begin
+            width = (stop - first).clamp(0, piece)
+            full = torch.minimum((split - first).clamp(min=0), width)
+            shape = full * (piece + 1) + width
+            for value in torch.unique(shape[width > 0]).tolist():
+                num_full, num = divmod(value, piece + 1)
+                same = (shape == value).nonzero()[:, 0]
+                scores = self.stacked * layout.block_q * num * layout.block_k
+                at_once = max(1, int(self.enlarge * TILE_SCORES) // scores)
+                for which in same.split(at_once):
+                    entries = (first[which][:, None] + torch.arange(num)).to(self.device)
+                    yield self._tile(unit, which, entries, num_full, is_first=begin == 0)
+
+    def _tile(self, unit: Unit, which: Tensor, entries: Tensor, num_full: int, *, is_first: bool) -> Tile:
+        lists = self.layout.by_query
+        rule_ids = None
+        if num_full < entries.shape[1]:
+            partial = entries[:, num_full:]
+            named = lists.rule_ids.numel() > 0 and not self.layout.dilated
+            rule_ids = lists.rule_ids[partial] if named else torch.zeros_like(partial)
+        times = lists.rule_ids[entries] if self.layout.dilated else None
+        consecutive = int(which[-1] - which[0]) == len(which) - 1
+        return Tile(
+            rows=slice(int(which[0]), int(which[-1]) + 1) if consecutive else which.to(self.device),
+            query_blocks=(which + unit.rows.start).to(self.device),
+            blocks=lists.indices[entries],
+            num_full=num_full,
+            rule_ids=rule_ids,
+            times=times if times is not None and (times != 1).any() else None,
+            first=is_first,
+            masked=self.masked or rule_ids is not None,
+        )

@@ -1,0 +1,85 @@
+"""What a layout makes of its lists when it is asked: the lists by key, and itself without later keys."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..patterns.tokens import UNBOUNDED, Interval
+from . import build
+from .lists import BlockList
+from .rules import NOTHING
+
+if TYPE_CHECKING:
+    from .layout import BlockLayout
+
+# Entries that one sort of `by_key` takes on a CPU.
+SORTED_AT_ONCE = 1 << 20
+
+
+def by_key(layout: BlockLayout) -> BlockList:
+    """See `BlockLayout.by_key`."""
+    query_block = layout.by_query.row_of_entry()
+    partial = layout.by_query.is_partial(query_block)
+    num_rows = layout.num_lists * layout.num_k_blocks
+    row = torch.div(query_block, layout.num_q_blocks, rounding_mode="floor")
+    row.mul_(layout.num_k_blocks).add_(layout.by_query.indices)
+    row.masked_fill_(query_block == layout.by_query.num_rows, num_rows)
+    query_block.remainder_(layout.num_q_blocks)
+    rule = layout.by_query.rule_ids if layout.by_query.rule_ids.numel() else None
+    # Sorting needs several times the memory of what is sorted: on a CPU sort a range of rows at a time. (Elsewhere
+    # that would wait for the device.)
+    parts = min(-(-len(row) // SORTED_AT_ONCE), num_rows) if layout.device.type == "cpu" else 1
+    if parts <= 1:
+        return BlockList.pack(row, query_block, partial, rule, num_rows)
+    edges = [num_rows * part // parts for part in range(parts + 1)]
+    pieces = []
+    for start, stop in pairwise(edges):
+        here = ((row >= start) & (row < stop)).nonzero()[:, 0]
+        chosen = None if rule is None else rule[here]
+        pieces.append(BlockList.pack(row[here] - start, query_block[here], partial[here], chosen, stop - start))
+    return BlockList.concat(pieces)
+
+
+def causal(layout: BlockLayout) -> BlockLayout:
+    """See `BlockLayout.causal`.
+
+    What is dropped leaves spare capacity, in a graph, where shapes are known beforehand, and on a device, which would
+    have to be waited for.
+    """
+    row = layout.by_query.row_of_entry()
+    partial = layout.by_query.is_partial(row)
+    column, num_rows, num_rules = layout.by_query.indices, layout.by_query.num_rows, len(layout.rules)
+    head = torch.arange(layout.seq_k - layout.seq_q, layout.seq_k, layout.block_q, device=layout.device)
+    span = build.Span.of(Interval(right=0), head, layout.seq_k, layout.blocks)
+    query_block = row % layout.num_q_blocks
+    kept = (row < num_rows) & (column >= span.first[query_block]) & (column < span.stop[query_block])
+    crossing = (column < span.first_full[query_block]) | (column >= span.stop_full[query_block])
+    # A full block that the diagonal crosses takes a new rule, the last of the table: everything, so far.
+    rule = layout.by_query.rule_ids if layout.by_query.rule_ids.numel() else torch.zeros_like(column)
+    rule = torch.where(partial, rule, num_rules)
+    row = torch.where(kept, row, num_rows)
+    order = (row.long() * layout.num_k_blocks + column).argsort(stable=True)
+    everything = torch.full_like(layout.rules[:1], UNBOUNDED)
+    everything[:, 1:, 3].fill_(NOTHING.query_stop)
+    everything[..., 4].fill_(0)
+    rules = torch.cat((layout.rules, everything))
+    causal_right = rules[..., 1:2].clamp(max=0)
+    by_query = BlockList.pack(row[order], column[order], (partial | crossing)[order], rule[order], num_rows)
+    trim = layout.device.type == "cpu" and not torch.compiler.is_compiling()
+    return type(layout)(
+        seq_q=layout.seq_q,
+        seq_k=layout.seq_k,
+        block_q=layout.block_q,
+        block_k=layout.block_k,
+        by_query=by_query.trimmed() if trim else by_query,
+        num_heads=layout.num_heads,
+        batch_size=layout.batch_size,
+        rules=torch.cat((rules[..., :1], causal_right, rules[..., 2:]), dim=-1),
+        documents=layout.documents,
+        branches=layout.branches,
+        kind="causal" if layout.kind == "full" else None,
+        checked=True,
+    )
