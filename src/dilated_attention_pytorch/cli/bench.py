@@ -104,21 +104,19 @@ def run(
                 absent[name] = (str(error).strip().splitlines() or [type(error).__name__])[0]
         for each in runs.values():
             each()
-        times: dict[str, list[float]] = {name: [] for name in runs}
-        for turn in range(repeats):
-            announce(f"timing, turn {turn + 1} of {repeats}")
-            for name, timing in interleave(runs, 1).items():
-                times[name] += timing.times
-    fastest = {name: min(each) for name, each in times.items()}
+        timings = interleave(
+            runs, repeats, device=device, on_turn=lambda turn: announce(f"timing, turn {turn + 1} of {repeats}")
+        )
     figures = call.figures(layout)
     flops = figures["cost"]["forward_flops"] + (figures["cost"]["backward_flops"] if training else 0)
     for name, row in rows.items():
-        row |= {"seconds": sorted(times[name])[repeats // 2], "fastest": fastest[name], "times": times[name]}
+        timing = timings[name]
+        row |= {"seconds": timing.median, "fastest": timing.min, "times": list(timing.times)}
         row["ratio"] = row["seconds"] / rows[OURS]["seconds"]
         if not row["dense"]:
             row["flops_a_second"] = flops / row["seconds"]
     document = {
-        "environment": environment() | ({"gpu": torch.cuda.get_device_name(device)} if "cuda" in device else {}),
+        "environment": environment(device),
         "device": device,
         "training": training,
         "repeats": repeats,
@@ -257,16 +255,14 @@ def _gate(call: Call, layout: BlockLayout, q: Tensor, k: Tensor, v: Tensor, do: 
 
 
 def _timed(attend: Attend, q: Tensor, k: Tensor, v: Tensor, do: Tensor | None) -> Callable[[], object]:
-    """One call until its result is there, with the gradients if `do` is given."""
+    """One call, with the gradients if `do` is given."""
     leaves = [x.detach().requires_grad_(do is not None) for x in (q, k, v)]
-    wait = torch.cuda.synchronize if q.is_cuda else lambda: None
 
     def once() -> None:
         with torch.set_grad_enabled(do is not None):
             out = attend(leaves[0], leaves[1], leaves[2])
         if do is not None:
             torch.autograd.grad(out, leaves, do)
-        wait()
 
     return once
 

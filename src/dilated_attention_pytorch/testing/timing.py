@@ -1,6 +1,6 @@
-"""Timing: what a number depends on, and contenders that take turns.
+"""Timing: what a number depends on, and contenders that take turns. `cli/bench.py` and `benchmarks/` use it.
 
-- `environment()` names versions, processor and threads.
+- `environment(device)` names versions, processor, GPU and threads.
 - `interleave({name: callable}, repeats)` times all contenders in turn, again and again: a machine that slows down
   slows down all of them. Probes, the machine's own rates, run beside each.
 """
@@ -13,6 +13,8 @@ import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
+from importlib import metadata
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -24,12 +26,13 @@ import dilated_attention_pytorch
 THREADING = ("OMP_", "GOMP_", "KMP_", "MKL_")
 
 
-def environment() -> dict[str, Any]:
-    """What a number depends on besides the code."""
+def environment(device: str = "cpu") -> dict[str, Any]:
+    """What a number measured on this device depends on besides the code."""
     return {
         "library": dilated_attention_pytorch.__version__,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "torch": torch.__version__,
+        "triton": _version("triton"),
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
         "cpu": cpu_model(),
@@ -37,7 +40,21 @@ def environment() -> dict[str, Any]:
         "thread_settings": {name: os.environ[name] for name in sorted(os.environ) if name.startswith(THREADING)},
         # Threads that wait for a thread without a core make small operators many times slower.
         "load_before": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
+        **_gpu(device),
     }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _gpu(device: str) -> dict[str, Any]:
+    if not device.startswith("cuda"):
+        return {}
+    return {"gpu": torch.cuda.get_device_name(device), "cudnn": torch.backends.cudnn.version()}
 
 
 def cpu_model() -> str:
@@ -71,31 +88,55 @@ Contenders = Mapping[str, Callable[[], object]]
 
 
 def interleave(
-    contenders: Contenders, repeats: int | Mapping[str, int], probes: Contenders | None = None
+    contenders: Contenders,
+    repeats: int | Mapping[str, int],
+    probes: Contenders | None = None,
+    *,
+    device: str = "cpu",
+    on_turn: Callable[[int], object] | None = None,
 ) -> dict[str, Timing]:
     """Time all contenders in turn, `repeats` times over; a contender with fewer repeats is spread over the turns.
 
     Args:
         probes: timed once after every timing of a contender.
+        device: where the contenders run. On a CPU a timing is one call by the host's clock, and whoever needs a warm-up
+            has had it; on a GPU it is the mean of 1 to 20 calls in a row by CUDA events, after one that is not counted.
+        on_turn: called with the number of each turn, from 0, before it begins.
     """
     counts = dict.fromkeys(contenders, repeats) if isinstance(repeats, int) else repeats
     probes = probes or {}
     turns = max(counts.values())
-    times: dict[str, list[float]] = {name: [] for name in (*contenders, *probes)}
+    timers = {name: _timer(run, device) for name, run in {**contenders, **probes}.items()}
+    times: dict[str, list[float]] = {name: [] for name in timers}
     for turn in range(turns):
-        for name, run in contenders.items():
+        if on_turn is not None:
+            on_turn(turn)
+        for name in contenders:
             if (turn + 1) * counts[name] // turns == turn * counts[name] // turns:
                 continue
-            times[name].append(seconds(run))
-            for probe, run_probe in probes.items():
-                times[probe].append(seconds(run_probe))
+            for timed in (name, *probes):
+                times[timed].append(timers[timed]())
     return {name: Timing(tuple(each)) for name, each in times.items()}
 
 
-def seconds(run: Callable[[], object]) -> float:
+def _timer(run: Callable[[], object], device: str) -> Callable[[], float]:
+    if not device.startswith("cuda"):
+        return partial(seconds, run)
+    return partial(gpu_seconds, run, max(1, min(20, int(5e-3 / gpu_seconds(run)))))
+
+
+def seconds(run: Callable[[], object], device: str = "cpu") -> float:
+    """Seconds of one call by the host's clock, from an idle device until the result is there."""
+    _wait_for(device)
     start = perf_counter()
     run()
+    _wait_for(device)
     return perf_counter() - start
+
+
+def _wait_for(device: str) -> None:
+    if device.startswith("cuda"):
+        torch.cuda.synchronize(device)
 
 
 def gpu_seconds(run: Callable[[], object], calls: int = 1) -> float:

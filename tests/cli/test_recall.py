@@ -13,7 +13,7 @@ from dilated_attention_pytorch import Branches
 from dilated_attention_pytorch.cli import demo, recall
 from dilated_attention_pytorch.cli.recall import KEYS, RECORD, VALUES, Study
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 STUDIES = [Study(), demo.RECALL]
 
 

@@ -9,7 +9,7 @@ from matplotlib.image import imread
 from torch.nn.attention import flex_attention
 
 from dilated_attention_pytorch.cli import bench
-from tests.commands import run
+from tests.cli.commands import run
 
 SMALL = ("--tokens", "200", "--heads", "2", "--head-dim", "16", "--repeats", "2")
 

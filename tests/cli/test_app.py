@@ -12,7 +12,7 @@ from matplotlib.image import imread
 
 from dilated_attention_pytorch import SlidingWindow, plan_memory
 from dilated_attention_pytorch.cli import demo, main
-from tests.commands import run
+from tests.cli.commands import run
 
 COMMAND = "from dilated_attention_pytorch.cli import main; main()"
 

@@ -13,7 +13,7 @@ import torch
 from dilated_attention_pytorch import BlockLayout, SlidingWindow, block_sparse_attention, plan_memory
 from dilated_attention_pytorch.cli import explore
 from dilated_attention_pytorch.viz import block_states
-from tests.commands import run
+from tests.cli.commands import run
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import torch
 from dilated_attention_pytorch import explain
 from dilated_attention_pytorch.cli import doctor
 from dilated_attention_pytorch.testing import oracle
-from tests.commands import run
+from tests.cli.commands import run
 
 
 def test_a_healthy_machine():

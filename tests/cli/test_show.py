@@ -19,7 +19,7 @@ from dilated_attention_pytorch import (
 from dilated_attention_pytorch.cli.call import Call
 from dilated_attention_pytorch.patterns.naming import NAMES
 from dilated_attention_pytorch.viz import draw_text
-from tests.commands import run
+from tests.cli.commands import run
 
 
 def test_drawing_figures_and_code():
