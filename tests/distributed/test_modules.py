@@ -159,6 +159,29 @@ def test_beside_data_parallel(ranks, how):
     assert max(ranks.run(4, beside_data_parallel, how)) <= 1e-10
 
 
+def scheduled(group, opening, placed):
+    """How far a module that a schedule opens is from the same one without a ring."""
+    torch.manual_seed(0)
+    whole = [torch.randn(1, SEQ, HEADS, 8, dtype=torch.float64) for _ in range(3)]
+    placement = Placement.contiguous(SEQ, dist.get_world_size(group), block_size=16)
+    alone, ring = (BlockSparseAttention(SlidingWindow(9, 4), ring_group=each) for each in (None, group))
+    alone.opening = ring.opening = opening
+    shards = [shard_sequence(x, placement, group=group) for x in whole]
+    out = ring(*shards, placement=placement if placed else None)
+    want = shard_sequence(alone(*whole), placement, group=group)
+    return float((out - want).abs().max()), shards[0].shape[1]
+
+
+@pytest.mark.parametrize("placed", [True, False])
+@pytest.mark.parametrize("opening", [1.0, 0.4])
+def test_a_schedule_opens_a_share_of_the_whole_sequence(ranks, opening, placed):
+    """The window was a share of the shard: over three ranks of 80, 64 and 56 tokens they disagreed, and over equal
+    shards a module that should have been dense saw a third of the sequence."""
+    errors, shards = zip(*ranks.run(3, scheduled, opening, placed), strict=True)
+    assert len(set(shards)) > 1
+    assert max(errors) <= 1e-10
+
+
 def refusals(group):
     x = torch.randn(1, 64, HEADS, 8)
     module = MAKERS["dilated sparse"](group)

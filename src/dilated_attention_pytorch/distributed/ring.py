@@ -160,6 +160,14 @@ def ring_dilated_attention(
     return (out, lse) if return_lse else out
 
 
+@_untraced
+def whole_length(tokens: int, group: dist.ProcessGroup, placement: Placement | None) -> int:
+    """Tokens of a sequence of which each rank holds so many. Without a placement all ranks call it together."""
+    if isinstance(placement, Placement):
+        return placement.seq
+    return int(agree(group, {"pattern": "one that a schedule opens"}, tokens).sum())
+
+
 def _attend(
     q: Tensor,
     k: Tensor,

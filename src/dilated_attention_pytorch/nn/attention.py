@@ -14,13 +14,14 @@ from torch import Tensor, nn
 from ..distributed import Placement, ring_block_sparse_attention
 from ..distributed.exchange import Group
 from ..ops import BlockSparseWeights, attention_with_weights, block_sparse_attention
-from ..ops.checks import check_dropout, check_scale
+from ..ops.checks import check_dropout, check_qkv, check_scale
 from ..ops.choose import check_backend
 from ..options import OptionKeywords
-from ..patterns import Causal, Pattern, SlidingWindow, SparsePatternConfig
+from ..patterns import Causal, Pattern, SparsePatternConfig
 from ..patterns.base import check_flag, constant_in_graphs, numbered
 from ..patterns.blocks import ceil_div, check_branches
 from ..patterns.config import DEFAULT_DILATION_RATES, DEFAULT_SEGMENT_LENGTHS
+from ..patterns.opening import opened
 from .pooled import POOL_FIELDS, Pooled, only_pool_options, split_pool_options
 from .ringed import Ringed
 
@@ -77,13 +78,13 @@ class BlockSparseAttention(Ringed, Pooled, nn.Module):
         check_flag("is_causal", is_causal)
         return self._patterns[1 if is_causal else 0]
 
-    def open_pattern(self, is_causal: bool, seq_k: int) -> Pattern:
-        """The pattern, as far as a `SparsitySchedule` has it closed: with a window of a share `opening` of the keys."""
+    def open_pattern(self, is_causal: bool, tokens: int) -> Pattern:
+        """The pattern, as far as a `SparsitySchedule` has it closed: `opened` by a share `opening` of the tokens."""
         pattern = self.pattern(is_causal)
         if self.opening == 0.0:
             return pattern
-        window = ceil(self.opening * OPENINGS) * ceil_div(operator.index(seq_k), OPENINGS)
-        return _opened(pattern.number, window, is_causal)
+        window = ceil(self.opening * OPENINGS) * ceil_div(operator.index(tokens), OPENINGS)
+        return _opened(pattern.number, window)
 
     def forward(
         self,
@@ -106,12 +107,16 @@ class BlockSparseAttention(Ringed, Pooled, nn.Module):
         ring = self.ring_options(placement, return_attention_weights)
         attend: Any = attention_with_weights if return_attention_weights else block_sparse_attention
         attend = ring_block_sparse_attention if ring else attend
+        pattern = self.pattern(is_causal)
+        if self.opening:
+            check_qkv(q, k, v)
+            pattern = self.open_pattern(is_causal, self.whole_length(max(q.shape[1], k.shape[1]), placement))
         run = partial(
             attend,
             q,
             k,
             v,
-            self.open_pattern(is_causal, k.shape[1]),
+            pattern,
             backend=self.backend,
             **ring,
             **module_options(self, options),
@@ -212,14 +217,12 @@ class BlockSparseHierarchical(BlockSparseRingDilatedAttention):
 
 
 @constant_in_graphs
-def _opened(number: int, window: int, is_causal: bool) -> Pattern:
-    """A pattern with a window, the same object every time."""
-    return _remembered(numbered(number), window, is_causal)
+def _opened(number: int, window: int) -> Pattern:
+    """A pattern opened by a window, the same object every time."""
+    return _remembered(numbered(number), window)
 
 
-@lru_cache
-def _remembered(pattern: Pattern, window: int, is_causal: bool) -> Pattern:
-    return pattern | SlidingWindow(window, 0 if is_causal else window)
+_remembered = lru_cache(opened)
 
 
 def one_config(sparse_config: SparsePatternConfig | None, pattern_fields: dict[str, Any]) -> SparsePatternConfig:

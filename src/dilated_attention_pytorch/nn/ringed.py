@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from ..distributed import Placement
 from ..distributed.exchange import Group, Shared, check_group
+from ..distributed.ring import whole_length
 
 
 class Ringed:
@@ -32,3 +33,7 @@ class Ringed:
         if with_weights:
             raise ValueError("return_attention_weights is not possible over a ring: no rank has all keys of a row")
         return {"group": self.ring_group, "placement": placement}
+
+    def whole_length(self, tokens: int, placement: Placement | None) -> int:
+        """Tokens of the whole sequence, of which a call has so many on this rank."""
+        return tokens if self.ring_group is None else whole_length(tokens, self.ring_group, placement)

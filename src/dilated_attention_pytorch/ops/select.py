@@ -168,7 +168,7 @@ class CumulativeMass:
     at_most: float = 1.0
 
     def __post_init__(self) -> None:
-        check_ratio("mass", self.mass)
+        check_ratio("mass", self.mass, "a row's attention")
         check_ratio("at_most", self.at_most)
 
     def opened(self, opening: float) -> Selector:
@@ -195,7 +195,7 @@ class RelativeThreshold:
     at_most: float = 1.0
 
     def __post_init__(self) -> None:
-        check_ratio("ratio", self.ratio)
+        check_ratio("ratio", self.ratio, "a row's largest mass")
         check_ratio("at_most", self.at_most)
 
     def opened(self, opening: float) -> Selector:

@@ -23,11 +23,11 @@ def check_block_size(name: str, value: object) -> None:
         raise ValueError(f"{name} must be one of {BLOCK_SIZES}, got {value}")
 
 
-def check_ratio(name: str, value: object) -> None:
+def check_ratio(name: str, value: object, of: str = "blocks kept") -> None:
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise TypeError(f"{name} must be a number, got {value!r}")
     if not 0.0 < value <= 1.0:
-        raise ValueError(f"{name} must be the share of blocks kept, in (0, 1], got {value}")
+        raise ValueError(f"{name} must be the share of {of}, in (0, 1], got {value}")
 
 
 def ceil_div(a: int, b: int) -> int:
