@@ -17,6 +17,7 @@ from ..patterns.blocks import ceil_div
 from ..patterns.tokens import EVERYTHING, UNBOUNDED, Interval
 from . import build, cost
 from .checks import block_pair, check_layout, check_sizes
+from .eager import is_plain, plainly
 from .lists import HOST, BlockList, send
 from .rules import NOTHING, document_bounds, key_bounds, moved, num_tokens
 
@@ -81,7 +82,7 @@ class BlockLayout:
             check_layout(self)
         # How many blocks are active differs from layout to layout: torch.compile must not build that into a graph.
         # (This is what torch._dynamo.maybe_mark_dynamic does, without the import.)
-        if not torch.compiler.is_compiling():
+        if not torch.compiler.is_dynamo_compiling():
             for lists in (self.by_query.indices, self.by_query.rule_ids, self.rules):
                 lists._dynamo_weak_dynamic_indices = {0}  # type: ignore[attr-defined]
 
@@ -155,7 +156,6 @@ class BlockLayout:
         by_query = lists[heads[0]] if len(heads) == 1 else BlockList.concat(lists[head] for head in heads)
         width = max(len(rule) for rule in table)
         table = [rule + [NOTHING] * (width - len(rule)) for rule in table]
-        alone = single and len(terms) == 1 and not terms[0].rules and query_blocks is None
         layout = cls(
             seq_q=seq_q if query_blocks is None else num_tokens(query_blocks, blocks[0], seq_q),
             seq_k=seq_k,
@@ -166,7 +166,7 @@ class BlockLayout:
             rules=send((torch.tensor(table, dtype=torch.int32, device=HOST),), device)[0],
             documents=documents,
             branches=torch.empty_like(NO_BRANCHES, device=device),
-            kind=build.WHOLE.get(terms[0].interval) if alone else None,
+            kind=build.kind_of(pattern) if query_blocks is None else None,
             checked=True,
         )
         return layout if query_blocks is None else layout._moved(query_blocks, seq_q, None, seq_k)
@@ -290,10 +290,9 @@ class BlockLayout:
     def _remembered(self, name: str, make: Callable[[], T]) -> T:
         """What is made of the lists once; in a graph, part of it."""
         if name not in self._made:
-            if torch.compiler.is_compiling():
+            if torch.compiler.is_dynamo_compiling() or not is_plain(self.by_query.indices):
                 return make()
-            with torch.inference_mode(False):
-                made = make()
+            made = plainly(make)
             if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 return made  # a capture computes nothing yet
             # Like the lists themselves: their length must not become part of a graph.
@@ -355,7 +354,7 @@ class BlockLayout:
         rules = torch.cat((self.rules, everything))
         causal_right = rules[..., 1:2].clamp(max=0)
         by_query = BlockList.pack(row[order], column[order], (partial | crossing)[order], rule[order], num_rows)
-        trim = self.device.type == "cpu" and not torch.compiler.is_compiling()
+        trim = self.device.type == "cpu" and not torch.compiler.is_dynamo_compiling()
         return BlockLayout(
             seq_q=self.seq_q,
             seq_k=self.seq_k,

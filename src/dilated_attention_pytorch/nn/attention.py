@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections.abc import Sequence
-from functools import lru_cache, partial
+from functools import partial
 from math import ceil
 from typing import Any
 
@@ -13,11 +13,12 @@ from torch import Tensor, nn
 
 from ..distributed import Placement, ring_block_sparse_attention
 from ..distributed.exchange import Group
+from ..layout.eager import value_cache
 from ..ops import BlockSparseWeights, attention_with_weights, block_sparse_attention
 from ..ops.checks import check_dropout, check_scale
 from ..ops.choose import check_backend
 from ..patterns import Causal, Pattern, SlidingWindow, SparsePatternConfig
-from ..patterns.base import check_flag, constant_in_graphs, numbered
+from ..patterns.base import check_flag
 from ..patterns.blocks import ceil_div, check_branches
 from ..patterns.config import DEFAULT_DILATION_RATES, DEFAULT_SEGMENT_LENGTHS
 from .pooled import POOL_FIELDS, Pooled, only_pool_options, split_pool_options
@@ -82,7 +83,7 @@ class BlockSparseAttention(Ringed, Pooled, nn.Module):
         if self.opening == 0.0:
             return pattern
         window = ceil(self.opening * OPENINGS) * ceil_div(operator.index(seq_k), OPENINGS)
-        return _opened(pattern.number, window, is_causal)
+        return _opened(pattern, window, is_causal)
 
     def forward(
         self,
@@ -213,14 +214,9 @@ class BlockSparseHierarchical(BlockSparseRingDilatedAttention):
         )
 
 
-@constant_in_graphs
-def _opened(number: int, window: int, is_causal: bool) -> Pattern:
+@value_cache
+def _opened(pattern: Pattern, window: int, is_causal: bool) -> Pattern:
     """A pattern with a window, the same object every time."""
-    return _remembered(numbered(number), window, is_causal)
-
-
-@lru_cache
-def _remembered(pattern: Pattern, window: int, is_causal: bool) -> Pattern:
     return pattern | SlidingWindow(window, 0 if is_causal else window)
 
 

@@ -9,12 +9,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..backends.base import Extras, compute_dtype
+from ..backends.base import Extras
 from ..layout import BlockLayout
+from ..layout.eager import nobody_looks_on
 from ..memory import active_source, drawing_from
 from ..patterns import Pattern
-from .checks import check_qkv, check_scale, refuse_branches, resolve_layout
-from .choose import BY_NAME, check_backend, check_call, choose_for, leave_autocast
+from .checks import check_lists, check_qkv, check_scale, refuse_branches
+from .choose import check_backend, check_call, choose_for, leave_autocast
+from .named import layout_of
+from .operators import backward, flattened, forward, gradients
 from .weights import BlockSparseWeights, attention_weights
 
 
@@ -70,7 +73,8 @@ def block_sparse_attention(
             check_backend(backend)
             check_qkv(q, k, v)
             check_scale(scale, q.shape[3])
-            layout, is_causal = resolve_layout(q, k, layout, is_causal), False
+            check_lists(q, k, layout)
+            layout, is_causal = layout_of(layout, is_causal, q.shape[1], k.shape[1], q.shape[2], q.device), False
         known = None if kind is None else layout.notes.get(kind)  # type: ignore[union-attr]
         if known is None:
             check_backend(backend)
@@ -186,8 +190,8 @@ def run(
     if nobody_looks_on(q, k, v):
         return _run_eagerly(q, k, v, (layout, *parts), extras, backend)
     _refuse_forward_mode(q, k, v)
-    layouts = _flattened((layout, *parts), backend, _training(q, k, v))
-    return _forward(q, k, v, *layouts, *extras, backend.name)
+    layouts = flattened((layout, *parts), backend, _training(q, k, v))
+    return forward(q, k, v, *layouts, *extras, backend.name)
 
 
 def _run_eagerly(
@@ -208,17 +212,6 @@ def _training(q: Tensor, k: Tensor, v: Tensor) -> bool:
     return torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
 
 
-def _flattened(layouts: Sequence[BlockLayout], backend: ModuleType, training: bool) -> tuple[list[Tensor], list[int]]:
-    """Layouts, one behind the other, with the order of work that the backend walks them in."""
-    ordered = backend.ordered
-    tensors: list[Tensor] = []
-    sizes: list[int] = []
-    for layout in layouts:
-        more_tensors, more_sizes = layout.flatten(ordered=ordered, by_key=ordered and training)
-        tensors, sizes = tensors + more_tensors, sizes + more_sizes
-    return tensors, sizes
-
-
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     """Each row with one more score in its softmax, whose value is 0; differentiable in all three."""
     sinks = sinks.to(lse.dtype)[:, None]
@@ -236,22 +229,6 @@ def with_constant_shares(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Te
     shares = [torch.exp(part_lse - torch.where(lse == -torch.inf, 0.0, lse)).detach() for _, part_lse in parts]
     mixed = [part * share.transpose(1, 2)[..., None] for (part, _), share in zip(parts, shares, strict=True)]
     return torch.stack(mixed).sum(0).to(parts[0][0].dtype), lse
-
-
-def nobody_looks_on(*tensors: Tensor) -> bool:
-    """Whether this is plain eager PyTorch: no graph is traced, no mode or transform intercepts, no subclass, data
-    in every tensor.
-
-    Then the way through the dispatcher, most of the time of a short call, has no one to serve.
-    """
-    return not (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._len_torch_function_stack()
-        or torch._C._are_functorch_transforms_active()
-        or torch._C._get_tracing_state() is not None
-        or any(type(x) not in (Tensor, torch.nn.Parameter) or x.is_meta for x in tensors)
-    )
 
 
 class _Attention(torch.autograd.Function):
@@ -283,37 +260,10 @@ class _Attention(torch.autograd.Function):
         given, extras = (do, dlse, q, k, v, out, lse), ctx.extras._replace(**masks)
         seen = given if dlse is not None else (do, q, k, v, out, lse)
         if torch.is_grad_enabled() or not nobody_looks_on(*seen):  # the operator knows what to do then
-            layouts = _flattened(ctx.layouts, ctx.backend, training=True)
-            return *_backward(*given, *layouts, *extras, ctx.backend.name), None, None, None
+            layouts = flattened(ctx.layouts, ctx.backend, training=True)
+            return *backward(*given, *layouts, *extras, ctx.backend.name), None, None, None
         with drawing_from(ctx.source):  # as the forward did, in whichever thread this is
-            return *_gradients(*given, ctx.layouts, extras, ctx.backend), None, None, None
-
-
-def _gradients(
-    do: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    layouts: Sequence[BlockLayout],
-    extras: Extras,
-    backend: ModuleType,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv; the layouts are the whole and the parts of `attend`."""
-    whole, *parts = layouts
-    if not parts:
-        return backend.backward(do, dlse, q, k, v, out, lse, whole, extras)
-    # With the lse of the whole, the weights of a part are its own times its share of the row: a constant.
-    dtype = compute_dtype(q.dtype)
-    dq, dk, dv = (torch.zeros_like(x, dtype=dtype, memory_format=torch.contiguous_format) for x in (q, k, v))
-    for part in parts:
-        part_out, _ = backend.forward(q, k, v, part, extras)
-        more = backend.backward(do, dlse, q, k, v, part_out, lse, part, extras)
-        for total, x in zip((dq, dk, dv), more, strict=True):
-            total += x
-    return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
+            return *gradients(*given, ctx.layouts, extras, ctx.backend), None, None, None
 
 
 def _refuse_forward_mode(*tensors: Tensor) -> None:
@@ -363,102 +313,3 @@ def attention_with_weights(
         out, lse = attend(q, k, v, layout, extras, backend, return_lse=True, sinks=sinks)
         assert lse is not None
         return out, attention_weights(q, k, lse, layout, extras)
-
-
-@torch.library.custom_op("dilated_attention_pytorch::block_sparse_forward", mutates_args=())
-def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    layout: list[Tensor],
-    sizes: list[int],
-    scale: float,
-    key_padding_mask: Tensor | None,
-    document_ids: Tensor | None,
-    dropout_p: float,
-    seed: Tensor | None,
-    softcap: float,
-    slopes: Tensor | None,
-    backend: str,
-) -> tuple[Tensor, Tensor]:
-    extras = Extras(scale, key_padding_mask, document_ids, dropout_p, seed, softcap, slopes)
-    whole, *_ = BlockLayout.unflatten_all(layout, sizes)
-    return BY_NAME[backend].forward(q, k, v, whole, extras)
-
-
-@_forward.register_fake
-def _(q, k, v, layout, sizes, scale, key_padding_mask, document_ids, dropout_p, seed, softcap, slopes, backend):  # type: ignore[no-untyped-def]
-    batch, seq_q, heads, _ = q.shape
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    return out, q.new_empty(batch, heads, seq_q, dtype=compute_dtype(q.dtype))
-
-
-@torch.library.custom_op("dilated_attention_pytorch::block_sparse_backward", mutates_args=())
-def _backward(
-    do: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    layout: list[Tensor],
-    sizes: list[int],
-    scale: float,
-    key_padding_mask: Tensor | None,
-    document_ids: Tensor | None,
-    dropout_p: float,
-    seed: Tensor | None,
-    softcap: float,
-    slopes: Tensor | None,
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    extras = Extras(scale, key_padding_mask, document_ids, dropout_p, seed, softcap, slopes)
-    layouts = BlockLayout.unflatten_all(layout, sizes)
-    return _gradients(do, dlse, q, k, v, out, lse, layouts, extras, BY_NAME[backend])
-
-
-@_backward.register_fake
-def _(do, dlse, q, k, v, *rest):  # type: ignore[no-untyped-def]
-    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, layout, sizes, scale, key_padding_mask, document_ids, dropout_p, seed, softcap, slopes, backend = inputs
-    ctx.save_for_backward(q, k, v, *output, key_padding_mask, document_ids, seed, slopes, *layout)
-    ctx.sizes, ctx.scale, ctx.dropout_p, ctx.softcap, ctx.backend = sizes, scale, dropout_p, softcap, backend
-    ctx.set_materialize_grads(False)
-
-
-def _differentiate(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    q, k, v, out, lse, key_padding_mask, document_ids, seed, slopes, *layout = ctx.saved_tensors
-    grads = _backward(
-        torch.zeros_like(out) if do is None else do,
-        dlse,
-        q,
-        k,
-        v,
-        out,
-        lse,
-        layout,
-        ctx.sizes,
-        ctx.scale,
-        key_padding_mask,
-        document_ids,
-        ctx.dropout_p,
-        seed,
-        ctx.softcap,
-        slopes,
-        ctx.backend,
-    )
-    return *grads, [None] * len(layout), *[None] * 9
-
-
-_forward.register_autograd(_differentiate, setup_context=_save)
-
-
-def _no_second_derivative(ctx: Any, *grads: Tensor) -> None:
-    raise RuntimeError("attention has no second derivative; use backend='reference' to differentiate twice")
-
-
-_backward.register_autograd(_no_second_derivative)

@@ -23,8 +23,8 @@ from .checks import (
     check_sinks,
     check_slopes,
     check_softcap,
-    resolve_layout,
 )
+from .named import NamedLayout, resolve_layout
 
 # The first that can run is chosen. The reference is the definition; it is quadratic and runs only when named.
 ORDERED: tuple[ModuleType, ...] = (sdpa, triton, blockwise)
@@ -44,7 +44,9 @@ class Explanation:
         return "\n".join(f"{mark[name]} {name:{width}}  {reason}" for name, reason in self.reasons.items())
 
 
-def request_of(q: Tensor, k: Tensor, layout: BlockLayout, extras: Extras, *, return_lse: bool, backend: str) -> Request:
+def request_of(
+    q: Tensor, k: Tensor, layout: BlockLayout | NamedLayout, extras: Extras, *, return_lse: bool, backend: str
+) -> Request:
     return Request(
         device=q.device,
         dtype=q.dtype,
@@ -76,7 +78,9 @@ def choose(backend: str, request: Request) -> ModuleType:
     return BY_NAME[backend]
 
 
-def choose_for(q: Tensor, k: Tensor, layout: BlockLayout, extras: Extras, backend: str, return_lse: bool) -> ModuleType:
+def choose_for(
+    q: Tensor, k: Tensor, layout: BlockLayout | NamedLayout, extras: Extras, backend: str, return_lse: bool
+) -> ModuleType:
     return choose(backend, request_of(q, k, layout, extras, return_lse=return_lse, backend=backend))
 
 
@@ -162,7 +166,7 @@ def check_call(
     alibi_slopes: Tensor | None,
     sinks: Tensor | None,
     return_lse: bool,
-) -> tuple[BlockLayout, Extras]:
+) -> tuple[BlockLayout | NamedLayout, Extras]:
     """All arguments of a call checked; its layout and the rest. The dropout seed is still to be drawn."""
     check_qkv(q, k, v)
     check_flag("is_causal", is_causal)

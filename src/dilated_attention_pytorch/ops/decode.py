@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -13,12 +12,13 @@ from ..backends import decoding, triton
 from ..backends.base import Extras, Request, compute_dtype
 from ..backends.decoding import Cache, capacity_of
 from ..layout.build import documents_of
+from ..layout.eager import nobody_looks_on, plain_cache
 from ..layout.lists import HOST
 from ..layout.rows import rows_at
 from ..patterns import Causal, Pattern
-from ..patterns.base import check_flag, check_int, numbered
+from ..patterns.base import check_flag, check_int, value_of
 from ..patterns.blocks import ceil_div
-from .block_sparse import nobody_looks_on, with_sinks
+from .block_sparse import with_sinks
 from .checks import (
     DEFAULT_BLOCK_SIZE,
     check_lists,
@@ -85,8 +85,6 @@ def decode_attention(
         raise ValueError(f"pattern must not have packed documents, which are of one length, got {pattern}")
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
         raise RuntimeError("decode_attention has no gradient: use torch.no_grad(), or block_sparse_attention to train")
-    if torch.compiler.is_exporting():
-        raise RuntimeError("decode_attention cannot be exported: its graph finds the pattern in this process alone")
     capacity = capacity_of(k, page_table)
     lengths = _checked_lengths(lengths, q, capacity)
     _check_padding(key_padding_mask, q, capacity)
@@ -101,7 +99,7 @@ def decode_attention(
             page_table,
             key_padding_mask,
             check_slopes(alibi_slopes, q),
-            operator.index(pattern.number),
+            pattern.text,
             is_causal,
             check_scale(scale, q.shape[3]),
             check_softcap(softcap),
@@ -120,14 +118,14 @@ def _decode(
     page_table: Tensor | None,
     key_padding_mask: Tensor | None,
     slopes: Tensor | None,
-    number: int,
+    pattern: str,
     is_causal: bool,
     scale: float,
     softcap: float,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     new = q.shape[1]
-    pattern, block = _of_number(number, is_causal)
+    read, block = _of_text(pattern, is_causal)
     counts = tuple(lengths.tolist())
     capacity = capacity_of(k, page_table)
     for count in counts:
@@ -136,7 +134,7 @@ def _decode(
     if page_table is not None and not page_table.is_cuda:
         _check_pages(page_table, counts, k)
     cache = Cache(k, v, page_table, _on_device(counts, q.device))
-    rows = rows_at(pattern, counts, new, block, q.device)
+    rows = rows_at(read, counts, new, block, q.device)
     extras = Extras(scale, key_padding_mask, softcap=softcap, slopes=slopes)
     return (triton.decode if backend == "triton" else decoding.decode)(q, cache, rows, extras)
 
@@ -147,23 +145,22 @@ _decode_op = torch.library.custom_op(
 
 
 @_decode_op.register_fake
-def _(q, k, v, lengths, page_table, key_padding_mask, slopes, number, is_causal, scale, softcap, backend):  # type: ignore[no-untyped-def]
+def _(q, k, v, lengths, page_table, key_padding_mask, slopes, pattern, is_causal, scale, softcap, backend):  # type: ignore[no-untyped-def]
     batch, new, heads, _ = q.shape
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     return out, q.new_empty(batch, heads, new, dtype=compute_dtype(q.dtype))
 
 
-@lru_cache(maxsize=128)
+@plain_cache(128)
 def _on_device(counts: tuple[int, ...], device: torch.device) -> Tensor:
     """Once for all layers of a step."""
-    with torch.inference_mode(False):
-        return torch.tensor(counts, dtype=torch.int32, device=HOST).to(device)
+    return torch.tensor(counts, dtype=torch.int32, device=HOST).to(device)
 
 
 @lru_cache(maxsize=128)
-def _of_number(number: int, is_causal: bool) -> tuple[Pattern, int]:
+def _of_text(text: str, is_causal: bool) -> tuple[Pattern, int]:
     """The pattern that the cache is read by, and the size of its blocks."""
-    pattern = numbered(number)
+    pattern = value_of(text)
     block = min(pattern.block_sizes, default=DEFAULT_BLOCK_SIZE)
     return pattern & Causal() if is_causal else pattern, block
 

@@ -18,7 +18,7 @@ from ..backends.base import Extras
 from ..layout import BlockLayout
 from ..ops import block_sparse_attention, dilated_attention
 from ..ops.block_sparse import with_sinks
-from ..ops.checks import resolve_layout
+from ..ops.named import resolve_layout
 from ..patterns import Branches
 
 FLOAT64_TOLERANCE = 1e-10
