@@ -21,7 +21,8 @@ from dilated_attention_pytorch import (
 from dilated_attention_pytorch.backends import blockwise
 from dilated_attention_pytorch.layout import clear_layout_cache
 from dilated_attention_pytorch.memory import measure_peak
-from dilated_attention_pytorch.ops.block_sparse import _backward, _forward
+from dilated_attention_pytorch.ops import operators
+from dilated_attention_pytorch.ops.named import NamedLayout
 from dilated_attention_pytorch.options import CallOptions
 
 
@@ -46,16 +47,21 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_opcheck(name):
+@pytest.mark.parametrize("by", ["lists", "names"])
+def test_opcheck(by, name):
     options = CallOptions(0.3, **OPTIONS[name])
-    layout = BlockLayout.from_pattern(SlidingWindow(30, 0) | GlobalTokens(3), 100, block_size=16)
+    pattern = SlidingWindow(30, 0) | GlobalTokens(3)
     q, k, v = qkv()
-    arguments = (q, k, v, *layout.flatten(), *options.flatten(), "blockwise")
-    torch.library.opcheck(_forward, arguments)
+    layout = NamedLayout(pattern, False, 100, 100, 4, q.device)
+    if by == "lists":
+        layout = BlockLayout.from_pattern(pattern, 100, block_size=16)
+    arguments = (q, k, v, *operators.flattened([layout], blockwise, False), *options.flatten(), "blockwise")
+    forward, backward = {"lists": operators.OF_LISTS, "names": operators.OF_NAMES}[by]
+    torch.library.opcheck(forward, arguments)
     with torch.no_grad():
-        out, lse = _forward(*arguments)
-        torch.library.opcheck(_backward, (torch.randn_like(out), torch.randn_like(lse), q, k, v, out, lse,
-                                          *arguments[3:]), test_utils=("test_schema", "test_faketensor"))  # fmt: skip
+        out, lse = forward(*arguments)
+        torch.library.opcheck(backward, (torch.randn_like(out), torch.randn_like(lse), q, k, v, out, lse,
+                                         *arguments[3:]), test_utils=("test_schema", "test_faketensor"))  # fmt: skip
 
 
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"dropout_p": 0.4}], ids=str)
@@ -348,7 +354,7 @@ class TestEager:
         plain = call()
         with LookingOn():
             watched = call()
-        assert seen >= {f"dilated_attention_pytorch::block_sparse_{way}" for way in ("forward", "backward")}
+        assert seen >= {f"dilated_attention_pytorch::pattern_{way}" for way in ("forward", "backward")}
         assert all(map(torch.equal, plain, watched))
 
     def test_tensors_without_data(self):

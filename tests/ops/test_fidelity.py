@@ -6,7 +6,7 @@ from hypothesis import given, settings
 
 from dilated_attention_pytorch import Causal, Full, SharedBudget, SlidingWindow, kept_mass, select_blocks
 from dilated_attention_pytorch.backends import reference
-from dilated_attention_pytorch.ops.checks import resolve_layout
+from dilated_attention_pytorch.ops.named import resolve_layout
 from dilated_attention_pytorch.options import CallOptions
 from tests import dense
 from tests.strategies import cases

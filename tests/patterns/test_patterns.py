@@ -4,6 +4,7 @@ Token rules are drawn token by token. Block rules are drawn block by block: `#` 
 """
 
 import copy
+import dataclasses
 import pickle
 
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from dilated_attention_pytorch import (
     BlockLayout,
     Blocks,
+    Branches,
     Causal,
     DilatedBlocks,
     Documents,
@@ -27,7 +29,7 @@ from dilated_attention_pytorch import (
     SparsePatternConfig,
     hierarchical,
 )
-from dilated_attention_pytorch.patterns.base import numbered
+from dilated_attention_pytorch.patterns.base import Pattern, value_of
 from tests.strategies import BLOCKS, lengths, patterns
 
 TOKENS = {
@@ -182,19 +184,38 @@ class TestValues:
         with pytest.raises(ValueError, match="same number of heads"):
             PerHead((Full(),)) | PerHead((Full(), Full()))
 
-    def test_the_number_of_an_object_is_not_part_of_its_value(self):
-        """torch.compile finds a pattern by its number: a copy, from this process or another, must have its own."""
-        pattern = SlidingWindow(3, 0) & Documents((5, 6))
-        for other in (
-            copy.deepcopy(pattern),
-            pickle.loads(pickle.dumps(pattern)),
-            SlidingWindow(3, 0) & Documents((5, 6)),
+    @given(patterns(40))
+    def test_the_text_of_a_value_says_all_of_it(self, pattern):
+        """Graphs hold the text: it must give the value back, in any process, and be the same for equal ones."""
+        assert pattern.text == repr(pattern)
+        assert value_of(pattern.text) == pattern
+        for other in (copy.deepcopy(pattern), pickle.loads(pickle.dumps(pattern))):
+            assert (other, other.text) == (pattern, pattern.text)
+
+    def test_the_text_of_branches_and_of_numbers_that_are_no_plain_ints(self):
+        for value in (
+            Branches([8, 16], [1, 2], "grouped"),
+            DilatedBlocks((32,), (1,), 0.25, 32, True),
+            PerHead((Full(),)),
         ):
-            assert other == pattern
-            assert hash(other) == hash(pattern)
-            assert other.number != pattern.number
-            assert numbered(other.number) is other
-        assert b"number" not in pickle.dumps(pattern)
+            assert value.text == repr(value)
+            assert value_of(value.text) == value
+
+    def test_a_pattern_of_somebody_else_is_not_taken_for_ours_of_the_same_name(self):
+        """By its name alone it was read back as the library's, and attended to everything."""
+
+        class Full(Pattern):
+            def allows(self, query, key, seq_q, seq_k):
+                return query == key
+
+        mine = dataclasses.dataclass(frozen=True)(Full)()
+        with pytest.raises(TypeError, match=r"of this library alone, got test_patterns\.Full"):
+            value_of(mine.text)
+
+    def test_a_text_runs_no_code(self):
+        for text in ("__import__('os').getcwd()", "Full().__class__", "SlidingWindow(left=1+1, right=0)"):
+            with pytest.raises((TypeError, ValueError)):
+                value_of(text)
 
     def test_config_is_a_value(self):
         assert SparsePatternConfig() == SparsePatternConfig(pattern_type="dilated_sparse", sparsity_ratio=0.1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import accumulate, pairwise
 from math import gcd
 from typing import Any
@@ -14,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..layout import BlockLayout
+from ..layout.eager import plain_cache
 from ..patterns import Causal, Pattern
 from ..patterns.base import check_flag, check_int
 from ..patterns.blocks import ceil_div, check_block_size
@@ -190,7 +190,7 @@ def _dealt_out(work: list[int], world_size: int) -> list[int]:
     return ranks
 
 
-@lru_cache(maxsize=16)
+@plain_cache(16)
 def row_work(layout_or_pattern: BlockLayout | Pattern, seq: int, block_size: int, *, is_causal: bool = False) -> Tensor:
     """int64 [blocks]: how many blocks of block_size² the queries of each block attend to, over all lists of heads."""
     num_rows = ceil_div(seq, block_size)

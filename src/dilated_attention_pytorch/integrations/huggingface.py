@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -30,10 +29,11 @@ try:
 except ModuleNotFoundError as error:
     raise ImportError("transformers is not installed: pip install transformers") from error
 
+from ..layout.eager import value_cache
 from ..ops import block_sparse_attention, decode_attention
 from ..ops.choose import check_backend
 from ..patterns import And, Blocks, DilatedBlocks, Documents, Full, Or, Pattern, PerHead, RandomBlocks, SlidingWindow
-from ..patterns.base import check_int, constant_in_graphs, numbered
+from ..patterns.base import check_int
 from ..patterns.blocks import BlockPattern, ceil_div
 
 # Keywords that reach every attention of transformers and change nothing in it.
@@ -294,7 +294,7 @@ class _Attention:
         mask = _mask_of(module, query, key, attention_mask)
         _refuse(mask, is_causal, sliding_window, keywords)
         layer = self._layer_of(module)
-        pattern = _narrowed(layer.pattern.number, *mask.window)
+        pattern = _narrowed(layer.pattern, *mask.window)
         options: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sinks": s_aux, "backend": self.backend}
         qkv = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         if mask.cached:
@@ -444,12 +444,11 @@ def _turned(x: Tensor, by: Tensor) -> Tensor:
     return torch.take_along_dim(x, place.reshape(*place.shape, *[1] * (x.ndim - 2)), dim=1)
 
 
-@constant_in_graphs
-def _narrowed(number: int, left: int | None, right: int | None) -> Pattern:
+def _narrowed(pattern: Pattern, left: int | None, right: int | None) -> Pattern:
     """A pattern inside the model's own window, the same object every time."""
-    return numbered(number) if left is None and right is None else _inside(numbered(number), left, right)
+    return pattern if left is None and right is None else _inside(pattern, left, right)
 
 
-@lru_cache
+@value_cache
 def _inside(pattern: Pattern, left: int | None, right: int | None) -> Pattern:
     return pattern & SlidingWindow(left, right)

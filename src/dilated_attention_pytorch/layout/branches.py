@@ -70,8 +70,6 @@ def layout_of_branches(
     lists = {head: _find_blocks(head, rows, keys, is_causal) for head in dict.fromkeys(heads)}
     by_query = BlockList.concat(lists[head] for head in heads)
     interval = EVERYTHING & Interval(right=0) if is_causal else EVERYTHING
-    alone = len(branches) == 1 and all(w >= seq_k and r == 1 for w, r, _ in heads[0])
-    dense = alone and queries is None and seq_q <= seq_k  # queries before the first key see nothing
     layout = BlockLayout(
         seq_q=len(asked),
         seq_k=seq_k,
@@ -81,13 +79,20 @@ def layout_of_branches(
         num_heads=num_heads if len(heads) > 1 else None,
         rules=torch.tensor([[interval]], dtype=torch.int32, device=device),
         documents=NO_DOCUMENTS.to(device),
-        kind=("causal" if is_causal else "full") if dense else None,
+        kind=kind_of_branches(branches, seq_q, seq_k, is_causal) if queries is None else None,
         num_residues=num_residues,
         branches=torch.tensor([[(*b, 0, 0) for b in head] for head in heads], dtype=torch.int32, device=device),
         has_mixed_blocks=bool((by_query.rule_ids == 0).any()),
         checked=True,
     )
     return layout if queries is None else _moved(layout, asked.start + len(asked) - seq_q, 0)
+
+
+def kind_of_branches(branches: Branches, seq_q: int, seq_k: int, is_causal: bool) -> str | None:
+    """`BlockLayout.kind` for these lengths."""
+    alone = len(branches) == 1 and branches.dilation_rates[0] == 1 and branches.segment_lengths[0] >= seq_k
+    dense = alone and seq_q <= seq_k  # queries before the first key see nothing
+    return ("causal" if is_causal else "full") if dense else None
 
 
 def take_keys(layout: BlockLayout, keys: range) -> BlockLayout:

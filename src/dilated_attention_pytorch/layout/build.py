@@ -31,6 +31,7 @@ from ..patterns import (
     LocalBlocks,
     Or,
     Pattern,
+    PerHead,
     RandomBlocks,
     SlidingWindow,
 )
@@ -112,6 +113,14 @@ def _(pattern: And) -> list[Term]:
             interval = interval & term.interval
         joined.append(Term(interval, tuple(dict.fromkeys(rule for term in choice for rule in term.rules))))
     return list(dict.fromkeys(joined))
+
+
+def kind_of(pattern: Pattern) -> str | None:
+    """The name of the whole pattern that this one is for all heads, "full" or "causal", if it is one."""
+    heads = set(pattern.patterns) if isinstance(pattern, PerHead) else {pattern}
+    terms = terms_of(next(iter(heads)))
+    alone = len(heads) == 1 and len(terms) == 1 and not terms[0].rules
+    return WHOLE.get(terms[0].interval) if alone else None
 
 
 def documents_of(pattern: Pattern) -> set[Documents]:

@@ -57,7 +57,7 @@ def from_pattern(
         if query_blocks is not None:
             position = tokens_of(query_blocks, blocks[0], seq_q).int() + (seq_k - seq_q)
         documents = document_bounds(starts, position)
-    by_query, rules, kind = _find_lists(heads, lengths, blocks, device, starts, query_blocks)
+    by_query, rules = _find_lists(heads, lengths, blocks, device, starts, query_blocks)
     layout = cls(
         seq_q=seq_q if query_blocks is None else num_tokens(query_blocks, blocks[0], seq_q),
         seq_k=seq_k,
@@ -68,7 +68,7 @@ def from_pattern(
         rules=send((rules,), device)[0],
         documents=documents,
         branches=torch.empty_like(NO_BRANCHES, device=device),
-        kind=kind if query_blocks is None else None,
+        kind=build.kind_of(pattern) if query_blocks is None else None,
         checked=True,
     )
     return layout if query_blocks is None else renumbered(layout, query_blocks, seq_q, None, seq_k)
@@ -89,8 +89,8 @@ def _find_lists(
     device: torch.device,
     starts: tuple[int, ...],
     query_blocks: Tensor | None,
-) -> tuple[BlockList, Tensor, str | None]:
-    """The lists of all heads one after the other, the table of their rules (on the host), and `BlockLayout.kind`."""
+) -> tuple[BlockList, Tensor]:
+    """The lists of all heads one after the other, and the table of their rules, on the host."""
     table: list[list[Interval]] = []
     lists: dict[Pattern, BlockList] = {}
     single = len(set(heads)) == 1
@@ -113,9 +113,7 @@ def _find_lists(
     by_query = lists[heads[0]] if len(heads) == 1 else BlockList.concat(lists[head] for head in heads)
     width = max(len(rule) for rule in table)
     table = [rule + [NOTHING] * (width - len(rule)) for rule in table]
-    alone = single and len(terms) == 1 and not terms[0].rules
-    kind = build.WHOLE.get(terms[0].interval) if alone else None
-    return by_query, torch.tensor(table, dtype=torch.int32, device=HOST), kind
+    return by_query, torch.tensor(table, dtype=torch.int32, device=HOST)
 
 
 def from_block_mask(

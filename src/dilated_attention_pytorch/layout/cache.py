@@ -30,6 +30,7 @@ from ..patterns import Branches, Pattern
 from ..patterns.base import check_int
 from .branches import layout_of_branches
 from .checks import check_layout
+from .eager import plainly
 from .layout import BlockLayout
 
 CAPACITY = 100
@@ -108,8 +109,7 @@ class PersistentPatternCache:
                     self._counts["hits"] += 1
                     return copies[device]
             self._counts["misses"] += 1
-        with torch.inference_mode(False):
-            made = next(iter(copies.values())).to(device) if copies else self._make(key, make, device)
+        made = plainly(lambda: next(iter(copies.values())).to(device) if copies else self._make(key, make, device))
         with self._lock:
             if self._worth_keeping(key):
                 copies = self._entries.setdefault(key, {})

@@ -68,7 +68,7 @@ def causal(layout: BlockLayout) -> BlockLayout:
     rules = torch.cat((layout.rules, everything))
     causal_right = rules[..., 1:2].clamp(max=0)
     by_query = BlockList.pack(row[order], column[order], (partial | crossing)[order], rule[order], num_rows)
-    trim = layout.device.type == "cpu" and not torch.compiler.is_compiling()
+    trim = layout.device.type == "cpu" and not torch.compiler.is_dynamo_compiling()
     return type(layout)(
         seq_q=layout.seq_q,
         seq_k=layout.seq_k,

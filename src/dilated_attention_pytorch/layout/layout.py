@@ -14,6 +14,7 @@ from ..patterns import Pattern
 from ..patterns.blocks import ceil_div
 from . import builders, cost, derived, flattening, slicing
 from .checks import check_layout
+from .eager import is_plain, plainly
 from .lists import BlockList
 from .rules import NO_BRANCHES, NO_DOCUMENTS, key_bounds
 
@@ -72,7 +73,7 @@ class BlockLayout:
             check_layout(self)
         # How many blocks are active differs from layout to layout: torch.compile must not build that into a graph.
         # (This is what torch._dynamo.maybe_mark_dynamic does, without the import.)
-        if not torch.compiler.is_compiling():
+        if not torch.compiler.is_dynamo_compiling():
             for lists in (self.by_query.indices, self.by_query.rule_ids, self.rules):
                 lists._dynamo_weak_dynamic_indices = {0}  # type: ignore[attr-defined]
 
@@ -184,10 +185,9 @@ class BlockLayout:
     def _derive(self, name: str, make: Callable[[], T]) -> T:
         """What is made of the lists once; in a graph, part of it."""
         if name not in self._derived:
-            if torch.compiler.is_compiling():
+            if torch.compiler.is_dynamo_compiling() or not is_plain(self.by_query.indices):
                 return make()
-            with torch.inference_mode(False):
-                made = make()
+            made = plainly(make)
             if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 return made  # a capture computes nothing yet
             # Like the lists themselves: their length must not become part of a graph.

@@ -9,7 +9,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import pairwise
 from math import ceil, gcd
 from typing import NamedTuple
@@ -19,6 +18,7 @@ import torch
 from ..layout import BlockLayout
 from ..layout.branches import cheapest_blocks
 from ..layout.build import CHUNK, WHOLE, Term, documents_of, terms_of
+from ..layout.eager import plain_cache
 from ..patterns import Branches, Pattern, PerHead
 from ..patterns.blocks import BlockPattern, ceil_div, mix32
 from ..patterns.tokens import EVERYTHING, Interval
@@ -187,7 +187,7 @@ def lists_of_branches(branches: Branches, seq_len: int, heads: int, is_causal: b
     )
 
 
-@lru_cache(maxsize=256)
+@plain_cache(256)
 def _of_pattern(pattern: Pattern, seq_q: int, seq_k: int, block_size: int | tuple[int, int]) -> ListSize:
     block_q, block_k = (block_size, block_size) if isinstance(block_size, int) else block_size
     heads = pattern.patterns if isinstance(pattern, PerHead) else (pattern,)

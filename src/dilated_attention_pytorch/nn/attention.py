@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections.abc import Sequence
-from functools import lru_cache, partial
+from functools import partial
 from math import ceil
 from typing import Any, Unpack
 
@@ -13,12 +13,13 @@ from torch import Tensor, nn
 
 from ..distributed import Placement, ring_block_sparse_attention
 from ..distributed.exchange import Group
+from ..layout.eager import value_cache
 from ..ops import BlockSparseWeights, attention_with_weights, block_sparse_attention
 from ..ops.checks import check_dropout, check_qkv, check_scale
 from ..ops.choose import check_backend
 from ..options import OptionKeywords
 from ..patterns import Causal, Pattern, SparsePatternConfig
-from ..patterns.base import check_flag, constant_in_graphs, numbered
+from ..patterns.base import check_flag
 from ..patterns.blocks import ceil_div, check_branches
 from ..patterns.config import DEFAULT_DILATION_RATES, DEFAULT_SEGMENT_LENGTHS
 from ..patterns.opening import opened
@@ -84,7 +85,7 @@ class BlockSparseAttention(Ringed, Pooled, nn.Module):
         if self.opening == 0.0:
             return pattern
         window = ceil(self.opening * OPENINGS) * ceil_div(operator.index(tokens), OPENINGS)
-        return _opened(pattern.number, window)
+        return _opened(pattern, window)
 
     def forward(
         self,
@@ -216,13 +217,7 @@ class BlockSparseHierarchical(BlockSparseRingDilatedAttention):
         )
 
 
-@constant_in_graphs
-def _opened(number: int, window: int) -> Pattern:
-    """A pattern opened by a window, the same object every time."""
-    return _remembered(numbered(number), window)
-
-
-_remembered = lru_cache(opened)
+_opened = value_cache(opened)  # the same object every time
 
 
 def one_config(sparse_config: SparsePatternConfig | None, pattern_fields: dict[str, Any]) -> SparsePatternConfig:

@@ -9,13 +9,15 @@ from typing import Any, NamedTuple, Unpack
 import torch
 from torch import Tensor
 
-from ..backends.base import compute_dtype
 from ..layout import BlockLayout
+from ..layout.eager import nobody_looks_on
 from ..memory import active_source, drawing_from
 from ..options import CallOptions, OptionKeywords
 from ..patterns import Pattern
-from .checks import check_qkv, check_scale, refuse_branches, resolve_layout
-from .choose import BY_NAME, check_backend, check_call, choose_for, leave_autocast
+from .checks import check_lists, check_qkv, check_scale, refuse_branches
+from .choose import check_backend, check_call, choose_for, leave_autocast
+from .named import layout_of
+from .operators import backward, flattened, forward, gradients
 from .weights import BlockSparseWeights, attention_weights
 
 
@@ -71,7 +73,8 @@ def block_sparse_attention(
             check_backend(backend)
             check_qkv(q, k, v)
             check_scale(scale, q.shape[3])
-            layout, is_causal = resolve_layout(q, k, layout, is_causal), False
+            check_lists(q, k, layout)
+            layout, is_causal = layout_of(layout, is_causal, q.shape[1], k.shape[1], q.shape[2], q.device), False
         known = None if kind is None else layout.notes.get(kind)  # type: ignore[union-attr]
         if known is None:
             check_backend(backend)
@@ -184,8 +187,8 @@ def run(
     if nobody_looks_on(q, k, v):
         return _run_eagerly(q, k, v, (layout, *parts), options, backend)
     _refuse_forward_mode(q, k, v)
-    layouts = _flattened((layout, *parts), backend, _training(q, k, v))
-    return _forward(q, k, v, *layouts, *options.flatten(), backend.name)
+    layouts = flattened((layout, *parts), backend, _training(q, k, v))
+    return forward(q, k, v, *layouts, *options.flatten(), backend.name)
 
 
 def _run_eagerly(
@@ -206,17 +209,6 @@ def _training(q: Tensor, k: Tensor, v: Tensor) -> bool:
     return torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
 
 
-def _flattened(layouts: Sequence[BlockLayout], backend: ModuleType, training: bool) -> tuple[list[Tensor], list[int]]:
-    """Layouts, one behind the other, with the order of work that the backend walks them in."""
-    needs_work_order = backend.needs_work_order
-    tensors: list[Tensor] = []
-    sizes: list[int] = []
-    for layout in layouts:
-        more_tensors, more_sizes = layout.flatten(work_order=needs_work_order, by_key=needs_work_order and training)
-        tensors, sizes = tensors + more_tensors, sizes + more_sizes
-    return tensors, sizes
-
-
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     """Each row with one more score in its softmax, whose value is 0; differentiable in all three."""
     sinks = sinks.to(lse.dtype)[:, None]
@@ -234,22 +226,6 @@ def with_constant_shares(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Te
     shares = [torch.exp(part_lse - torch.where(lse == -torch.inf, 0.0, lse)).detach() for _, part_lse in parts]
     mixed = [part * share.transpose(1, 2)[..., None] for (part, _), share in zip(parts, shares, strict=True)]
     return torch.stack(mixed).sum(0).to(parts[0][0].dtype), lse
-
-
-def nobody_looks_on(*tensors: Tensor) -> bool:
-    """Whether this is plain eager PyTorch: no graph is traced, no mode or transform intercepts, no subclass, data
-    in every tensor.
-
-    Then the way through the dispatcher, most of the time of a short call, has no one to serve.
-    """
-    return not (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._len_torch_function_stack()
-        or torch._C._are_functorch_transforms_active()
-        or torch._C._get_tracing_state() is not None
-        or any(type(x) not in (Tensor, torch.nn.Parameter) or x.is_meta for x in tensors)
-    )
 
 
 class _Attention(torch.autograd.Function):
@@ -280,38 +256,11 @@ class _Attention(torch.autograd.Function):
         given = do, dlse, q, k, v, out, lse
         seen = given if dlse is not None else (do, q, k, v, out, lse)
         if torch.is_grad_enabled() or not nobody_looks_on(*seen):  # the operator knows what to do then
-            layouts = _flattened(ctx.layouts, ctx.backend, training=True)
-            return *_backward(*given, *layouts, tensors, *ctx.options, ctx.backend.name), None, None, None
+            layouts = flattened(ctx.layouts, ctx.backend, training=True)
+            return *backward(*given, *layouts, tensors, *ctx.options, ctx.backend.name), None, None, None
         with drawing_from(ctx.source):  # as the forward did, in whichever thread this is
             options = CallOptions.unflatten(tensors, *ctx.options)
-            return *_gradients(*given, ctx.layouts, options, ctx.backend), None, None, None
-
-
-def _gradients(
-    do: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    layouts: Sequence[BlockLayout],
-    options: CallOptions,
-    backend: ModuleType,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv; the layouts are the whole and the parts of `attend`."""
-    whole, *parts = layouts
-    if not parts:
-        return backend.backward(do, dlse, q, k, v, out, lse, whole, options)
-    # With the lse of the whole, the weights of a part are its own times its share of the row: a constant.
-    dtype = compute_dtype(q.dtype)
-    dq, dk, dv = (torch.zeros_like(x, dtype=dtype, memory_format=torch.contiguous_format) for x in (q, k, v))
-    for part in parts:
-        part_out, _ = backend.forward(q, k, v, part, options)
-        more = backend.backward(do, dlse, q, k, v, part_out, lse, part, options)
-        for total, x in zip((dq, dk, dv), more, strict=True):
-            total += x
-    return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
+            return *gradients(*given, ctx.layouts, options, ctx.backend), None, None, None
 
 
 def _refuse_forward_mode(*tensors: Tensor) -> None:
@@ -341,80 +290,3 @@ def attention_with_weights(
         out, lse = attend(q, k, v, layout, checked, backend, return_lse=True)
         assert lse is not None
         return out, attention_weights(q, k, lse, layout, checked)
-
-
-@torch.library.custom_op("dilated_attention_pytorch::block_sparse_forward", mutates_args=())
-def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    layout: list[Tensor],
-    sizes: list[int],
-    tensors: list[Tensor],
-    names: str,
-    numbers: list[float],
-    backend: str,
-) -> tuple[Tensor, Tensor]:
-    options = CallOptions.unflatten(tensors, names, numbers)
-    whole, *_ = BlockLayout.unflatten_all(layout, sizes)
-    return BY_NAME[backend].forward(q, k, v, whole, options)
-
-
-@_forward.register_fake
-def _(q, k, v, layout, sizes, tensors, names, numbers, backend):  # type: ignore[no-untyped-def]
-    batch, seq_q, heads, _ = q.shape
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    return out, q.new_empty(batch, heads, seq_q, dtype=compute_dtype(q.dtype))
-
-
-@torch.library.custom_op("dilated_attention_pytorch::block_sparse_backward", mutates_args=())
-def _backward(
-    do: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    layout: list[Tensor],
-    sizes: list[int],
-    tensors: list[Tensor],
-    names: str,
-    numbers: list[float],
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    options = CallOptions.unflatten(tensors, names, numbers)
-    layouts = BlockLayout.unflatten_all(layout, sizes)
-    return _gradients(do, dlse, q, k, v, out, lse, layouts, options, BY_NAME[backend])
-
-
-@_backward.register_fake
-def _(do, dlse, q, k, v, *rest):  # type: ignore[no-untyped-def]
-    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, layout, sizes, tensors, names, numbers, backend = inputs
-    ctx.save_for_backward(q, k, v, *output, *layout, *tensors)
-    ctx.sizes, ctx.names, ctx.numbers, ctx.backend = sizes, names, numbers, backend
-    ctx.num_layout = len(layout)
-    ctx.set_materialize_grads(False)
-
-
-def _differentiate(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    q, k, v, out, lse, *rest = ctx.saved_tensors
-    layout, tensors = rest[: ctx.num_layout], rest[ctx.num_layout :]
-    do = torch.zeros_like(out) if do is None else do
-    options = tensors, ctx.names, ctx.numbers
-    grads = _backward(do, dlse, q, k, v, out, lse, layout, ctx.sizes, *options, ctx.backend)
-    return *grads, [None] * len(layout), None, [None] * len(tensors), None, None, None
-
-
-_forward.register_autograd(_differentiate, setup_context=_save)
-
-
-def _no_second_derivative(ctx: Any, *grads: Tensor) -> None:
-    raise RuntimeError("attention has no second derivative; use backend='reference' to differentiate twice")
-
-
-_backward.register_autograd(_no_second_derivative)

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import operator
-from functools import lru_cache
 from typing import Unpack
 
 import torch
 from torch import Tensor
 
 from ..backends.base import compute_dtype
-from ..layout import BlockLayout, layout_for, layout_for_branches
+from ..layout import BlockLayout
 from ..options import CallOptions, OptionKeywords
-from ..patterns import Branches, Causal, Pattern, PerHead, SparsePatternConfig
-from ..patterns.base import constant_in_graphs, numbered
+from ..patterns import Branches, Pattern, PerHead, SparsePatternConfig
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 DEFAULT_BLOCK_SIZE = 128
@@ -175,49 +172,3 @@ def check_lists(q: Tensor, k: Tensor, layout_or_pattern: BlockLayout | Pattern |
         raise ValueError(f"layout_or_pattern must have lists for {q.shape[0]} samples, got {layout.batch_size}")
     if layout.device != q.device:
         raise ValueError(f"layout_or_pattern must be on the device of q, {q.device}, got {layout.device}")
-
-
-def resolve_layout(
-    q: Tensor, k: Tensor, layout_or_pattern: BlockLayout | Pattern | Branches, is_causal: bool
-) -> BlockLayout:
-    """The layout of a call, `is_causal` included."""
-    check_lists(q, k, layout_or_pattern)
-    seq_q, seq_k, heads = q.shape[1], k.shape[1], q.shape[2]
-    if isinstance(layout_or_pattern, Pattern | Branches):
-        if torch.compiler.is_compiling():
-            # Plain ints: a graph for each pattern and each pair of lengths.
-            sizes = layout_or_pattern.number, seq_q, seq_k, heads
-            number, seq_q, seq_k, heads = (operator.index(n) for n in sizes)
-            return BlockLayout.unflatten(*_as_constants(number, is_causal, seq_q, seq_k, heads, q.device))
-        return _remembered(layout_or_pattern, is_causal, seq_q, seq_k, heads, q.device)
-    layout = layout_or_pattern
-    if layout.lengths != (seq_q, seq_k):
-        raise ValueError(
-            f"layout_or_pattern is a layout for lengths {layout.lengths}, but q and k have {(seq_q, seq_k)} tokens"
-        )
-    return layout.causal if is_causal else layout
-
-
-def _remembered(
-    pattern: Pattern | Branches, is_causal: bool, seq_q: int, seq_k: int, heads: int, device: torch.device
-) -> BlockLayout:
-    if isinstance(pattern, Branches):
-        return layout_for_branches(pattern, seq_q, seq_k, heads, is_causal, device)
-    pattern = _made_causal(pattern) if is_causal else pattern
-    block_size = min(pattern.block_sizes, default=DEFAULT_BLOCK_SIZE)
-    return layout_for(pattern, seq_q, seq_k, block_size, device)
-
-
-@lru_cache(maxsize=256)
-def _made_causal(pattern: Pattern) -> Pattern:
-    return pattern & Causal()
-
-
-@constant_in_graphs
-def _as_constants(
-    number: int, is_causal: bool, seq_q: int, seq_k: int, heads: int, device: torch.device
-) -> tuple[list[Tensor], list[int], str | None]:
-    """The same for torch.compile, which takes a layout as it is instead of tracing how it is built."""
-    layout = _remembered(numbered(number), is_causal, seq_q, seq_k, heads, device)
-    walked = device.type == "cuda" and layout.kind is None
-    return *layout.flatten(work_order=walked, by_key=walked), layout.kind

@@ -16,7 +16,8 @@ from ..layout import BlockLayout
 from ..options import CallOptions, OptionKeywords
 from ..patterns import Branches, Pattern
 from ..patterns.base import check_flag
-from .checks import check_options, check_qkv, resolve_layout
+from .checks import check_options, check_qkv
+from .named import NamedLayout, resolve_layout
 
 # The first that can run is chosen. The reference is the definition; it is quadratic and runs only when named.
 ORDERED: tuple[ModuleType, ...] = (sdpa, triton, blockwise)
@@ -53,7 +54,7 @@ def choose(backend: str, request: Request) -> ModuleType:
 
 
 def choose_for(
-    q: Tensor, k: Tensor, layout: BlockLayout, options: CallOptions, backend: str, return_lse: bool
+    q: Tensor, k: Tensor, layout: BlockLayout | NamedLayout, options: CallOptions, backend: str, return_lse: bool
 ) -> ModuleType:
     named = backend != "auto"
     return choose(backend, Request.of(q, k, options, kind=layout.kind, return_lse=return_lse, named=named))
@@ -115,7 +116,7 @@ def check_call(
     is_causal: bool,
     return_lse: bool,
     **options: Unpack[OptionKeywords],
-) -> tuple[BlockLayout, CallOptions]:
+) -> tuple[BlockLayout | NamedLayout, CallOptions]:
     """All arguments of a call checked; its layout and its options."""
     check_qkv(q, k, v)
     check_flag("is_causal", is_causal)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -13,13 +12,14 @@ from ..backends import decoding, triton
 from ..backends.base import Request, compute_dtype
 from ..backends.decoding import Cache, capacity_of
 from ..layout.build import documents_of
+from ..layout.eager import nobody_looks_on, plain_cache
 from ..layout.lists import HOST
 from ..layout.rows import rows_at
 from ..options import CallOptions
 from ..patterns import Causal, Pattern
-from ..patterns.base import check_flag, check_int, numbered
+from ..patterns.base import check_flag, check_int, value_of
 from ..patterns.blocks import ceil_div
-from .block_sparse import nobody_looks_on, with_sinks
+from .block_sparse import with_sinks
 from .checks import DEFAULT_BLOCK_SIZE, check_lists, check_options, check_qkv
 from .choose import leave_autocast
 
@@ -77,8 +77,6 @@ def decode_attention(
         raise ValueError(f"pattern must not have packed documents, which are of one length, got {pattern}")
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
         raise RuntimeError("decode_attention has no gradient: use torch.no_grad(), or block_sparse_attention to train")
-    if torch.compiler.is_exporting():
-        raise RuntimeError("decode_attention cannot be exported: its graph finds the pattern in this process alone")
     capacity = capacity_of(k, page_table)
     lengths = _checked_lengths(lengths, q, capacity)
     _check_padding(key_padding_mask, q, capacity)
@@ -86,9 +84,8 @@ def decode_attention(
     options = options._replace(key_padding_mask=key_padding_mask, sinks=None)
     name = _chosen(backend, q)
     run = _decode if nobody_looks_on(q, k, v) else _decode_op
-    number = operator.index(pattern.number)
     with autocast_off:
-        out, lse = run(q, k, v, lengths, page_table, *options.flatten(), number, is_causal, name)
+        out, lse = run(q, k, v, lengths, page_table, *options.flatten(), pattern.text, is_causal, name)
         if sinks is not None:
             out, lse = with_sinks(out, lse, sinks)
     return (out, lse) if return_lse else out
@@ -101,14 +98,14 @@ def _decode(
     lengths: Tensor,
     page_table: Tensor | None,
     tensors: list[Tensor],
-    names: str,
+    given: str,
     numbers: list[float],
-    number: int,
+    pattern: str,
     is_causal: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     new = q.shape[1]
-    pattern, block = _of_number(number, is_causal)
+    read, block = _of_text(pattern, is_causal)
     counts = tuple(lengths.tolist())
     capacity = capacity_of(k, page_table)
     for count in counts:
@@ -117,8 +114,8 @@ def _decode(
     if page_table is not None and not page_table.is_cuda:
         _check_pages(page_table, counts, k)
     cache = Cache(k, v, page_table, _on_device(counts, q.device))
-    rows = rows_at(pattern, counts, new, block, q.device)
-    options = CallOptions.unflatten(tensors, names, numbers)
+    rows = rows_at(read, counts, new, block, q.device)
+    options = CallOptions.unflatten(tensors, given, numbers)
     return (triton.decode if backend == "triton" else decoding.decode)(q, cache, rows, options)
 
 
@@ -128,23 +125,22 @@ _decode_op = torch.library.custom_op(
 
 
 @_decode_op.register_fake
-def _(q, k, v, lengths, page_table, tensors, names, numbers, number, is_causal, backend):  # type: ignore[no-untyped-def]
+def _(q, k, v, lengths, page_table, tensors, given, numbers, pattern, is_causal, backend):  # type: ignore[no-untyped-def]
     batch, new, heads, _ = q.shape
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     return out, q.new_empty(batch, heads, new, dtype=compute_dtype(q.dtype))
 
 
-@lru_cache(maxsize=128)
+@plain_cache(128)
 def _on_device(counts: tuple[int, ...], device: torch.device) -> Tensor:
     """Once for all layers of a step."""
-    with torch.inference_mode(False):
-        return torch.tensor(counts, dtype=torch.int32, device=HOST).to(device)
+    return torch.tensor(counts, dtype=torch.int32, device=HOST).to(device)
 
 
 @lru_cache(maxsize=128)
-def _of_number(number: int, is_causal: bool) -> tuple[Pattern, int]:
+def _of_text(text: str, is_causal: bool) -> tuple[Pattern, int]:
     """The pattern that the cache is read by, and the size of its blocks."""
-    pattern = numbered(number)
+    pattern = value_of(text)
     block = min(pattern.block_sizes, default=DEFAULT_BLOCK_SIZE)
     return pattern & Causal() if is_causal else pattern, block
 

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
-from typing import Any
 
 from torch import Tensor
 
+from ..layout.eager import value_cache
 from ..patterns import Branches
-from ..patterns.base import check_flag, constant_in_graphs
+from ..patterns.base import check_flag
 from ..patterns.blocks import check_branches
 from ..patterns.branches import check_head_offsets
 from .block_sparse import attend
-from .checks import resolve_layout
 from .choose import check_backend, check_call, leave_autocast
+from .named import resolve_layout
 
 
 def dilated_attention(
@@ -87,13 +86,10 @@ def dilated_attention(
     return out, lse
 
 
-@constant_in_graphs
-def _branches_of(segment_lengths: tuple[int, ...], dilation_rates: tuple[int, ...], head_offsets: str) -> Any:
+@value_cache
+def _branches_of(
+    segment_lengths: tuple[int, ...], dilation_rates: tuple[int, ...], head_offsets: str
+) -> tuple[Branches, list[Branches]]:
     """All branches, and each alone; the same objects every time."""
-    return _remembered(segment_lengths, dilation_rates, head_offsets)
-
-
-@lru_cache
-def _remembered(segment_lengths: tuple[int, ...], dilation_rates: tuple[int, ...], head_offsets: str) -> Any:
     branches = Branches(segment_lengths, dilation_rates, head_offsets)
     return branches, branches.alone()

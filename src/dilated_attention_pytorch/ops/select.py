@@ -27,11 +27,11 @@ from ..backends.triton import can_run
 from ..layout import BlockLayout, BlockList
 from ..layout.build import Span
 from ..layout.checks import block_pair
+from ..layout.eager import nobody_looks_on, plain_cache
 from ..layout.lists import HOST
 from ..patterns.base import check_flag, check_int
 from ..patterns.blocks import check_ratio
 from ..patterns.tokens import EVERYTHING, Interval
-from .block_sparse import nobody_looks_on
 from .checks import check_masks, check_qkv, check_scale
 from .scores import Antidiagonal, Blocked, MeanPooled, MinMaxBound, Moments, SampledRows, Scorer, estimated_masses
 
@@ -241,14 +241,12 @@ def _level(sizes: tuple[int, ...], total: float) -> float:
     return float(max(sizes))
 
 
-@lru_cache(maxsize=64)
-@torch.inference_mode(False)  # remembered for training too, whatever mode the first call was made in
+@plain_cache(64)
 def _on_device(counts: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(counts, device=device)
 
 
-@lru_cache(maxsize=64)
-@torch.inference_mode(False)  # remembered for training too, whatever mode the first call was made in
+@plain_cache(64)
 def grid_of(
     lengths: tuple[int, int], blocks: tuple[int, int], is_causal: bool, sink: int, local: int, device: torch.device
 ) -> Grid:
@@ -427,8 +425,7 @@ class _Team(NamedTuple):
     notes: dict[Any, Any]
 
 
-@lru_cache(maxsize=64)
-@torch.inference_mode(False)  # remembered for training too, whatever mode the first call was made in
+@plain_cache(64)
 def _team(selector: TopK | SharedBudget, grid: Grid, lists: int) -> _Team:
     """Of a grid without masks, which is remembered itself."""
     places = _places(selector, grid, lists)
@@ -453,8 +450,7 @@ def _listed(keep: Tensor, last_full: Tensor, places: int) -> BlockList:
     return BlockList(offsets, splits, indices.int(), offsets.new_empty(0))
 
 
-@lru_cache(maxsize=64)
-@torch.inference_mode(False)  # remembered for training too, whatever mode the first call was made in
+@plain_cache(64)
 def _rules(is_causal: bool, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Of a layout; its documents, none; its branches, none."""
     rule = torch.tensor([[Interval(right=0) if is_causal else EVERYTHING]], dtype=torch.int32, device=device)

@@ -3,31 +3,63 @@
 from __future__ import annotations
 
 import abc
+import ast
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import count
-from typing import Any, NoReturn, Self, TypeVar
-from weakref import WeakValueDictionary
+from functools import lru_cache
+from typing import Any, ClassVar, NoReturn, TypeVar
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_numbers = count()
-_living: WeakValueDictionary[int, Numbered] = WeakValueDictionary()
+_PACKAGE = __name__.partition(".")[0]
+_classes: dict[str, type[Value]] = {}
 
 
-class Numbered:
-    """A value that can be found again by a number: torch.compile takes a number as a constant, not every object."""
+class Value:
+    """Base of frozen dataclasses whose text says all of them, in every process: equal values have equal texts.
 
-    number: int  # of this object in this process; not part of the value
+    Graphs, and operators, take a text where they take no object. Subclasses with a `__post_init__` call this one last.
+    """
 
-    def __new__(cls, *args: object, **kwargs: object) -> Self:
-        self = super().__new__(cls)
-        object.__setattr__(self, "number", next(_numbers))
-        _living[self.number] = self
-        return self
+    text: str  # not a field
+    _name: ClassVar[str]
 
-    def __getstate__(self) -> dict[str, object]:
-        return {name: value for name, value in self.__dict__.items() if name != "number"}
+    def __init_subclass__(cls) -> None:
+        own = cls.__module__.startswith(f"{_PACKAGE}.")
+        cls._name = cls.__name__ if own else f"{cls.__module__}.{cls.__name__}"
+        if own:
+            _classes[cls._name] = cls
+
+    def __post_init__(self) -> None:
+        fields = [f"{name}={_text_of(getattr(self, name))}" for name in self.__match_args__]  # type: ignore[attr-defined]
+        object.__setattr__(self, "text", f"{self._name}({', '.join(fields)})")
+
+
+def _text_of(field: object) -> str:
+    """As `repr`, in steps that torch.compile can follow."""
+    if isinstance(field, tuple) and field and isinstance(field[0], Value):
+        return f"({', '.join([part.text for part in field])}{',' if len(field) == 1 else ''})"
+    if isinstance(field, int) and not isinstance(field, bool):
+        field = operator.index(field)  # a symbolic size
+    return repr(field)
+
+
+@lru_cache(maxsize=64)
+def value_of(text: str) -> Any:
+    """The value with this text, of a class of this library."""
+    return _read(ast.parse(text, mode="eval").body)
+
+
+def _read(node: ast.expr) -> Any:
+    if isinstance(node, ast.Call):
+        name = ast.unparse(node.func)
+        if name not in _classes:
+            raise TypeError(f"a graph knows the patterns, scorers and selectors of this library alone, got {name}")
+        return _classes[name](**{str(field.arg): _read(field.value) for field in node.keywords})
+    if isinstance(node, ast.Tuple):
+        return tuple(map(_read, node.elts))
+    return ast.literal_eval(node)
 
 
 def constant_in_graphs(function: F) -> F:
@@ -39,12 +71,7 @@ def constant_in_graphs(function: F) -> F:
     return function
 
 
-def numbered(number: int) -> Any:
-    """The value with this number."""
-    return _living[number]
-
-
-class Pattern(Numbered, abc.ABC):
+class Pattern(Value, abc.ABC):
     """A rule on positions: may query *i* see key *j*? Subclasses are frozen dataclasses of integers."""
 
     @abc.abstractmethod
@@ -94,6 +121,7 @@ class _Combination(Pattern):
             raise ValueError(f"{type(self).__name__} must have at least one part, got ()")
         flat = [q for p in self.parts for q in (p.parts if type(p) is type(self) else (p,))]
         object.__setattr__(self, "parts", tuple(dict.fromkeys(flat)))
+        super().__post_init__()
 
     @property
     def block_sizes(self) -> frozenset[int]:
@@ -130,6 +158,7 @@ class PerHead(Pattern):
         for p in self.patterns:
             if not isinstance(p, Pattern) or isinstance(p, PerHead):
                 raise TypeError(f"patterns must hold one pattern per head, none of them per head itself, got {p!r}")
+        super().__post_init__()
 
     def allows(self, query: int, key: int, seq_q: int, seq_k: int) -> bool:
         raise TypeError("a per-head pattern answers by head: ask per_head.patterns[h].allows(...)")

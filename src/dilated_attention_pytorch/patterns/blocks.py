@@ -77,6 +77,7 @@ class LocalBlocks(BlockPattern):
         check_int("stride", self.stride, least=1)
         check_block_size("block_size", self.block_size)
         check_flag("causal", self.causal)
+        super().__post_init__()
 
     @property
     def reach(self) -> tuple[int, int]:
@@ -106,6 +107,7 @@ class GlobalBlocks(BlockPattern):
     def __post_init__(self) -> None:
         check_int("tokens", self.tokens, least=1)
         check_block_size("block_size", self.block_size)
+        super().__post_init__()
 
     def key_blocks(self, row: int, num_blocks: int) -> Iterable[int]:
         return range(min(num_blocks, ceil_div(self.tokens, self.block_size)))
@@ -133,6 +135,7 @@ class DilatedBlocks(BlockPattern):
         check_ratio("sparsity_ratio", self.sparsity_ratio)
         check_block_size("block_size", self.block_size)
         check_flag("causal", self.causal)
+        super().__post_init__()
 
     def budget(self, num_blocks: int) -> int:
         return max(1, round(self.sparsity_ratio * num_blocks))
@@ -186,6 +189,7 @@ class Blocks(BlockPattern):
                 check_int("every block number of pairs", number, least=0)
         object.__setattr__(self, "pairs", tuple(sorted({(i, j) for i, j in self.pairs})))
         check_block_size("block_size", self.block_size)
+        super().__post_init__()
 
     def shift(self, seq_q: int, seq_k: int) -> int:
         """The list is taken as it is, whatever the lengths."""
@@ -210,6 +214,7 @@ class RandomBlocks(BlockPattern):
         check_int("blocks_per_row", self.blocks_per_row, least=1)
         check_int("seed", self.seed, least=0)
         check_block_size("block_size", self.block_size)
+        super().__post_init__()
 
     def key_blocks(self, row: int, num_blocks: int) -> Iterable[int]:
         count = min(self.blocks_per_row, num_blocks)

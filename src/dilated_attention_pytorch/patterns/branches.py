@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .base import Numbered
+from .base import Value
 from .blocks import ceil_div, check_branches
 
 HEAD_OFFSETS = ("interleaved", "grouped")
 
 
 @dataclass(frozen=True)
-class Branches(Numbered):
+class Branches(Value):
     """Branches (segment length w, dilation r): in each segment of w tokens a head keeps every r-th token.
 
     Kept tokens of a segment attend to each other; a key that several branches hold counts once for each. This is not a
@@ -33,6 +33,7 @@ class Branches(Numbered):
         object.__setattr__(self, "segment_lengths", tuple(self.segment_lengths))
         object.__setattr__(self, "dilation_rates", tuple(self.dilation_rates))
         check_head_offsets(self.head_offsets)
+        super().__post_init__()
 
     def __len__(self) -> int:
         return len(self.segment_lengths)

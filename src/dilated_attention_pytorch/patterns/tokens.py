@@ -54,6 +54,7 @@ class SlidingWindow(Pattern):
         for name in ("left", "right"):
             if getattr(self, name) is not None:
                 check_int(name, getattr(self, name), least=0)
+        super().__post_init__()
 
     def allows(self, query: int, key: int, seq_q: int, seq_k: int) -> bool:
         distance = query + seq_k - seq_q - key
@@ -75,6 +76,7 @@ class GlobalTokens(Pattern):
     def __post_init__(self) -> None:
         check_int("count", self.count, least=1)
         check_flag("queries", self.queries)
+        super().__post_init__()
 
     def allows(self, query: int, key: int, seq_q: int, seq_k: int) -> bool:
         return key < self.count or (self.queries and query + seq_k - seq_q < self.count)
@@ -93,6 +95,7 @@ class Documents(Pattern):
             raise ValueError("lengths must name at least one document, got ()")
         for length in self.lengths:
             check_int("every document length", length, least=1)
+        super().__post_init__()
 
     @property
     def starts(self) -> tuple[int, ...]:

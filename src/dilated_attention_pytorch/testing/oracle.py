@@ -17,7 +17,7 @@ from ..backends import reference
 from ..layout import BlockLayout
 from ..ops import block_sparse_attention, dilated_attention
 from ..ops.block_sparse import with_sinks
-from ..ops.checks import resolve_layout
+from ..ops.named import resolve_layout
 from ..options import CallOptions
 from ..patterns import Branches
 

@@ -1,0 +1,148 @@
+"""`NamedLayout`: what stands for the layout of a pattern where something looks on.
+
+A graph holds the text of the pattern, and an operator finds the layout, or builds it, when it runs. So one graph serves
+all lengths and all equal patterns, can be exported, and no tensor of a layout is ever traced.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ..backends.reference import counted_pairs
+from ..layout import BlockLayout, layout_for, layout_for_branches
+from ..layout.branches import kind_of_branches
+from ..layout.build import kind_of
+from ..layout.eager import nobody_looks_on
+from ..options import CallOptions
+from ..patterns import Branches, Causal, Pattern
+from ..patterns.base import constant_in_graphs, value_of
+from .checks import DEFAULT_BLOCK_SIZE, check_lists
+
+
+def layout_of(
+    pattern: Pattern | Branches, is_causal: bool, seq_q: int, seq_k: int, heads: int, device: torch.device
+) -> BlockLayout:
+    """From the cache of this process."""
+    if isinstance(pattern, Branches):
+        return layout_for_branches(pattern, seq_q, seq_k, heads, is_causal, device)
+    pattern = _made_causal(pattern) if is_causal else pattern
+    block_size = min(pattern.block_sizes, default=DEFAULT_BLOCK_SIZE)
+    return layout_for(pattern, seq_q, seq_k, block_size, device)
+
+
+@lru_cache(maxsize=256)
+def _made_causal(pattern: Pattern) -> Pattern:
+    return pattern & Causal()
+
+
+def resolve_layout(
+    q: Tensor, k: Tensor, layout_or_pattern: BlockLayout | Pattern | Branches, is_causal: bool
+) -> BlockLayout | NamedLayout:
+    """The layout of a call, `is_causal` included; by its name where something looks on."""
+    check_lists(q, k, layout_or_pattern)
+    seq_q, seq_k, heads = q.shape[1], k.shape[1], q.shape[2]
+    if isinstance(layout_or_pattern, Pattern | Branches):
+        find = layout_of if nobody_looks_on(q, k) else NamedLayout
+        return find(layout_or_pattern, is_causal, seq_q, seq_k, heads, q.device)
+    layout = layout_or_pattern
+    if layout.lengths != (seq_q, seq_k):
+        raise ValueError(
+            f"layout_or_pattern is a layout for lengths {layout.lengths}, but q and k have {(seq_q, seq_k)} tokens"
+        )
+    return layout.causal if is_causal else layout
+
+
+@dataclass(frozen=True)
+class NamedLayout:
+    """The layout of a pattern for these heads and lengths, which may be symbolic.
+
+    Attributes:
+        kind: as in `BlockLayout`.
+    """
+
+    pattern: Pattern | Branches
+    is_causal: bool
+    seq_q: int
+    seq_k: int
+    num_heads: int
+    device: torch.device
+
+    batch_size: ClassVar[None] = None
+    dilated: ClassVar[bool] = False  # as far as `to_dense` is concerned, which counts for branches too
+
+    @property
+    def kind(self) -> str | None:
+        if isinstance(self.pattern, Branches):
+            return kind_of_branches(self.pattern, self.seq_q, self.seq_k, self.is_causal)
+        return _kind_of_text(self.pattern.text, self.is_causal)
+
+    def to_dense(self) -> Tensor:
+        """As `BlockLayout.to_dense`, for every head."""
+        branches = isinstance(self.pattern, Branches)
+        sizes = self.is_causal, self.seq_q, self.seq_k, self.num_heads
+        return _dense(self.pattern.text, *sizes, torch.int32 if branches else torch.bool, self.device)
+
+    def built(self) -> BlockLayout:
+        return layout_of(self.pattern, self.is_causal, self.seq_q, self.seq_k, self.num_heads, self.device)
+
+    @property
+    def lasts(self) -> bool:
+        """Whether a graph may hold the lists: torch.compile made it for these lengths alone. A CUDA graph can then be
+        made of it, and the lists live as long."""
+        if not torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting():
+            return False
+        from torch.fx.experimental.symbolic_shapes import has_static_value
+
+        return has_static_value(self.seq_q) and has_static_value(self.seq_k) and has_static_value(self.num_heads)
+
+    def constant(self) -> BlockLayout:
+        """As a constant of a graph."""
+        sizes = [operator.index(n) for n in (self.seq_q, self.seq_k, self.num_heads)]
+        return BlockLayout.unflatten(*_as_constants(self.pattern.text, self.is_causal, *sizes, self.device))
+
+
+@torch.library.custom_op("dilated_attention_pytorch::dense_pattern", mutates_args=())
+def _dense(
+    text: str, is_causal: bool, seq_q: int, seq_k: int, heads: int, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    counts = counted_pairs(layout_of(value_of(text), is_causal, seq_q, seq_k, heads, device), heads, CallOptions(1.0))
+    return counts.to(dtype, copy=True).expand(1, heads, seq_q, seq_k)[0].contiguous()
+
+
+@_dense.register_fake
+def _(text, is_causal, seq_q, seq_k, heads, dtype, device):  # type: ignore[no-untyped-def]
+    return torch.empty(heads, seq_q, seq_k, dtype=dtype, device=device)
+
+
+@constant_in_graphs
+def _kind_of_text(text: str, is_causal: bool) -> str | None:
+    pattern = value_of(text)
+    return kind_of(_made_causal(pattern) if is_causal else pattern)
+
+
+@constant_in_graphs
+def _as_constants(
+    text: str, is_causal: bool, seq_q: int, seq_k: int, heads: int, device: torch.device
+) -> tuple[list[Tensor], list[int], str | None]:
+    layout = layout_of(value_of(text), is_causal, seq_q, seq_k, heads, device)
+    walked = device.type == "cuda" and layout.kind is None
+    return *layout.flatten(work_order=walked, by_key=walked), layout.kind
+
+
+def names_of(layouts: Sequence[NamedLayout]) -> tuple[list[int], str]:
+    """All that an operator must be told to find them again, whose tensors have the lengths."""
+    return [int(layouts[0].is_causal)], "\n".join([layout.pattern.text for layout in layouts])
+
+
+def layouts_of(q: Tensor, k: Tensor, sizes: Sequence[int], names: str) -> list[BlockLayout]:
+    """The inverse, in the operator."""
+    is_causal = bool(sizes[0])
+    of_call = is_causal, q.shape[1], k.shape[1], q.shape[2], q.device
+    return [layout_of(value_of(name), *of_call) for name in names.split("\n")]
