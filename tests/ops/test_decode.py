@@ -128,8 +128,8 @@ def test_many_query_heads_of_one_key_head_in_the_kernels():
     kernels = pytest.importorskip("dilated_attention_pytorch.kernels.decode", reason="needs triton")
     if torch.cuda.is_available():
         pytest.skip("needs a machine without a CUDA device: tests/gpu runs the kernels there")
-    assert [kernels._stacked(group, 256 * 4) for group in (1, 12, 24, 128)] == [1, 12, 12, 16]
-    assert [kernels._stacked(group, 128 * 2) for group in (8, 71, 96, 128)] == [8, 1, 48, 64]
+    assert [kernels._heads_per_program(group, 256 * 4) for group in (1, 12, 24, 128)] == [1, 12, 12, 16]
+    assert [kernels._heads_per_program(group, 128 * 2) for group in (8, 71, 96, 128)] == [8, 1, 48, 64]
     q, k, v = torch.randn(1, 1, 48, 200), torch.randn(1, 70, 2, 200), torch.randn(1, 70, 2, 200)
     for pattern in (SlidingWindow(40, 0), PerHead((SlidingWindow(40, 0), Full()))):
         want = decode_attention(q.double(), k.double(), v.double(), pattern, alibi_slopes=torch.arange(48.0) / 99)

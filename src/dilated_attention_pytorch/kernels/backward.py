@@ -9,24 +9,24 @@ import triton.language as tl
 
 from .common import (
     LOG2E,
-    ahead_of,
     apply_multiplicity,
     apply_score_mods,
     count_tiles,
-    drawn_key,
-    drawn_query,
-    kept,
+    dropout_keeps,
+    dropout_key_hash,
+    dropout_query_hash,
     list_of,
     load_rows,
     load_tile,
     load_work,
-    padded,
+    padded_length,
     pairs_allowed,
+    signed_distance,
     store_rows,
     tile_at,
     token_at,
 )
-from .forward import VARYING, weights_of
+from .forward import VARYING, exponential
 
 
 @triton.jit(do_not_specialize=["heads", "seq_q", "padded_q", "num_residues"])
@@ -40,18 +40,18 @@ def rows_kernel(
     weight comes of them, and 0.
     """
     num_tiles = padded_q // TILE
-    which = tl.program_id(0) // num_tiles
-    sample, head = (which // heads).to(tl.int64), which % heads
+    head_id = tl.program_id(0) // num_tiles
+    sample, head = (head_id // heads).to(tl.int64), head_id % heads
     place = tl.program_id(0) % num_tiles * TILE + tl.arange(0, TILE)
     query = place % (padded_q // num_residues) * num_residues + place // (padded_q // num_residues)
-    real = query < seq_q
-    outs = load_rows(out + (sample * seq_q * heads + head) * D, query, heads * D, real, D, PADDED_D)
-    grads = load_rows(grad + sample * g_b + head.to(tl.int64) * g_h, query, g_s, real, D, PADDED_D)
+    valid = query < seq_q
+    outs = load_rows(out + (sample * seq_q * heads + head) * D, query, heads * D, valid, D, PADDED_D)
+    grads = load_rows(grad + sample * g_b + head.to(tl.int64) * g_h, query, g_s, valid, D, PADDED_D)
     at = (sample * heads + head) * seq_q + query
     value = tl.sum(outs.to(tl.float32) * grads.to(tl.float32), 1)
     if DLSE:
-        value -= tl.load(dlse + at, mask=real, other=0.0)
-    natural = tl.load(lse + at, mask=real, other=float("-inf"))
+        value -= tl.load(dlse + at, mask=valid, other=0.0)
+    natural = tl.load(lse + at, mask=valid, other=float("-inf"))
     empty = natural == float("-inf")
     at = (sample * heads + head) * padded_q + place
     tl.store(row_lse + at, tl.where(empty, float("inf"), natural if BASE_E else natural * LOG2E))
@@ -63,7 +63,7 @@ def dq_kernel(
     q, k, v, grad, lse, delta, dq,
     indices, rule_ids, work, rules, documents, branches, padding, document_ids, seed, slopes,
     q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, g_b, g_s, g_h,
-    heads, group, seq_q, seq_k, num_blocks, lists_a_sample, heads_a_list, num_intervals, num_branches, num_residues,
+    heads, group, seq_q, seq_k, num_blocks, lists_per_sample, heads_per_list, num_intervals, num_branches, num_residues,
     scale, scale_out, cap, threshold, keep_scale,
     D: tl.constexpr, PADDED_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     TILE_Q: tl.constexpr, TILE_K: tl.constexpr, PACK: tl.constexpr, TMA: tl.constexpr, NEGATIVE_SCALE: tl.constexpr,
@@ -72,35 +72,35 @@ def dq_kernel(
     ALIBI: tl.constexpr, PRECISION: tl.constexpr, BASE_E: tl.constexpr,
 ):  # fmt: skip
     """dq of one tile: the walk of the forward kernel."""
-    TILES: tl.constexpr = BLOCK_Q // TILE_Q
+    TILES_PER_BLOCK: tl.constexpr = BLOCK_Q // TILE_Q
     pid = tl.program_id(0)
-    num_tiles = num_blocks * TILES
-    place, which = pid % num_tiles, pid // num_tiles
-    packs = heads // PACK
-    sample, head = which // packs, which % packs * PACK
-    which_list = list_of(sample, head, lists_a_sample, heads_a_list)
-    block, start, split, stop = load_work(work, which_list * num_blocks + place // TILES)
+    num_tiles = num_blocks * TILES_PER_BLOCK
+    place, pack = pid % num_tiles, pid // num_tiles
+    packs_per_sample = heads // PACK
+    sample, head = pack // packs_per_sample, pack % packs_per_sample * PACK
+    list_id = list_of(sample, head, lists_per_sample, heads_per_list)
+    block, start, split, stop = load_work(work, list_id * num_blocks + place // TILES_PER_BLOCK)
 
     lane = tl.arange(0, PACK * TILE_Q)
-    own = block * BLOCK_Q + place % TILES * TILE_Q + lane % TILE_Q
+    own = block * BLOCK_Q + place % TILES_PER_BLOCK * TILE_Q + lane % TILE_Q
     query = token_at(own, seq_q, num_residues, BLOCK_Q, DILATED)
     query_head = head + lane // TILE_Q
-    real = query < seq_q
+    valid = query < seq_q
     key_head = head // group
     sample_64, query_64, head_64 = sample.to(tl.int64), query.to(tl.int64), query_head.to(tl.int64)
     k_base, v_base = sample_64 * k_b + key_head.to(tl.int64) * k_h, sample_64 * v_b + key_head.to(tl.int64) * v_h
-    queries = load_rows(q + sample_64 * q_b, query_64 * q_s + head_64 * q_h, 1, real, D, PADDED_D)
-    grads = load_rows(grad + sample_64 * g_b, query_64 * g_s + head_64 * g_h, 1, real, D, PADDED_D)
+    queries = load_rows(q + sample_64 * q_b, query_64 * q_s + head_64 * q_h, 1, valid, D, PADDED_D)
+    grads = load_rows(grad + sample_64 * g_b, query_64 * g_s + head_64 * g_h, 1, valid, D, PADDED_D)
     of_row = (sample_64 * heads + query_head) * (num_blocks * BLOCK_Q) + own
     row_lse, row_delta = tl.load(lse + of_row), tl.load(delta + of_row)
 
-    unit, slope, origin = scale, 0.0, 0
+    exp_scale, slope, origin = scale, 0.0, 0
     if SOFTCAP or ALIBI:
-        unit = 1.0
+        exp_scale = 1.0
     if ALIBI:
         slope, origin = tl.load(slopes + query_head)[:, None], tl.min(query, 0)
     if DROPOUT:
-        of_query = drawn_query(seed, sample * heads + query_head, query, query)[:, None]
+        query_hash = dropout_query_hash(seed, sample * heads + query_head, query, query)[:, None]
     dqueries = tl.zeros([PACK * TILE_Q, PADDED_D], tl.float32)
     num_full, masked_from, num_masked = count_tiles(start, split, stop, BLOCK_K, TILE_K)
     GATHERED: tl.constexpr = TILE_K > BLOCK_K
@@ -117,14 +117,14 @@ def dq_kernel(
             softcap_grad = 1.0
             if SOFTCAP or ALIBI:
                 scores, softcap_grad = apply_score_mods(
-                    scores * scale, ahead_of(query[:, None], key[None, :], origin, seq_q, seq_k), slope, cap, SOFTCAP,
-                    ALIBI, BASE_E,
+                    scores * scale, signed_distance(query[:, None], key[None, :], origin, seq_q, seq_k), slope, cap,
+                    SOFTCAP, ALIBI, BASE_E,
                 )  # fmt: skip
             scores, log_m = apply_multiplicity(
-                scores, entry, query[:, None], key[None, :], which_list, rule_ids, branches, num_branches, seq_q, seq_k,
-                unit, MASKED, DILATED, BASE_E,
+                scores, entry, query[:, None], key[None, :], list_id, rule_ids, branches, num_branches, seq_q, seq_k,
+                exp_scale, MASKED, DILATED, BASE_E,
             )  # fmt: skip
-            weights = weights_of(scores * unit - (row_lse - log_m)[:, None], BASE_E)
+            weights = exponential(scores * exp_scale - (row_lse - log_m)[:, None], BASE_E)
             if MASKED or PADDING or DOCUMENT_IDS:
                 seen = pairs_allowed(
                     query[:, None], key[None, :], entry[None, :] if GATHERED else entry, split, stop, sample,
@@ -134,13 +134,13 @@ def dq_kernel(
                 weights = tl.where(seen, weights, 0.0)
             dweights = tl.dot(grads, values.T, input_precision=PRECISION)
             if DROPOUT:
-                stays = kept(of_query, drawn_key(seed, key, key)[None, :], threshold)
-                dweights = tl.where(stays, dweights * keep_scale, 0.0)
+                keeps = dropout_keeps(query_hash, dropout_key_hash(seed, key, key)[None, :], threshold)
+                dweights = tl.where(keeps, dweights * keep_scale, 0.0)
             dscores = weights * (dweights - row_delta[:, None]) * softcap_grad
             dqueries = tl.dot(dscores.to(keys.dtype), keys, dqueries, input_precision=PRECISION)
 
     at = ((sample_64 * seq_q + query) * heads + query_head) * D
-    store_rows(dq, at, 1, real, dqueries * scale_out, D, PADDED_D)
+    store_rows(dq, at, 1, valid, dqueries * scale_out, D, PADDED_D)
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -148,7 +148,7 @@ def dkv_kernel(
     q, k, v, grad, lse, delta, dk, dv,
     offsets, splits, indices, rule_ids, work, rules, documents, branches, padding, document_ids, seed, slopes,
     q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, g_b, g_s, g_h,
-    heads, group, seq_q, seq_k, num_blocks, lists_a_sample, heads_a_list, num_intervals, num_branches, num_residues,
+    heads, group, seq_q, seq_k, num_blocks, lists_per_sample, heads_per_list, num_intervals, num_branches, num_residues,
     scale, scale_out, cap, threshold, keep_scale,
     D: tl.constexpr, PADDED_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     TILE_Q: tl.constexpr, TILE_K: tl.constexpr, PACK: tl.constexpr, TMA: tl.constexpr, NEGATIVE_SCALE: tl.constexpr,
@@ -160,30 +160,30 @@ def dkv_kernel(
 
     The lists are those by key. Scores stand as keys × queries, so that every product takes its operands as they lie.
     """
-    TILES: tl.constexpr = BLOCK_K // TILE_K
+    TILES_PER_BLOCK: tl.constexpr = BLOCK_K // TILE_K
     pid = tl.program_id(0)
-    num_tiles = num_blocks * TILES
-    place, which = pid % num_tiles, pid // num_tiles
+    num_tiles = num_blocks * TILES_PER_BLOCK
+    place, head_id = pid % num_tiles, pid // num_tiles
     heads_kv = heads // group
-    sample, key_head = which // heads_kv, which % heads_kv
-    first_list = list_of(sample, key_head * group, lists_a_sample, heads_a_list)
-    block, _, _, _ = load_work(work, first_list * num_blocks + place // TILES)
+    sample, key_head = head_id // heads_kv, head_id % heads_kv
+    first_list = list_of(sample, key_head * group, lists_per_sample, heads_per_list)
+    block, _, _, _ = load_work(work, first_list * num_blocks + place // TILES_PER_BLOCK)
 
-    own = block * BLOCK_K + place % TILES * TILE_K + tl.arange(0, TILE_K)
+    own = block * BLOCK_K + place % TILES_PER_BLOCK * TILE_K + tl.arange(0, TILE_K)
     key = token_at(own, seq_k, num_residues, BLOCK_K, DILATED)
-    real_key = key < seq_k
+    valid_key = key < seq_k
     sample_64, key_head_64 = sample.to(tl.int64), key_head.to(tl.int64)
-    keys = load_rows(k + sample_64 * k_b + key_head_64 * k_h, key, k_s, real_key, D, PADDED_D)
-    values = load_rows(v + sample_64 * v_b + key_head_64 * v_h, key, v_s, real_key, D, PADDED_D)
+    keys = load_rows(k + sample_64 * k_b + key_head_64 * k_h, key, k_s, valid_key, D, PADDED_D)
+    values = load_rows(v + sample_64 * v_b + key_head_64 * v_h, key, v_s, valid_key, D, PADDED_D)
 
-    unit, origin = scale, 0
+    exp_scale, origin = scale, 0
     if SOFTCAP or ALIBI:
-        unit = 1.0
+        exp_scale = 1.0
     if ALIBI:
         origin = tl.min(key, 0) - (seq_k - seq_q)
     if DROPOUT:
-        of_key = drawn_key(seed, key, key)[:, None]
-    padded_q = padded(seq_q, num_residues, BLOCK_Q)
+        key_hash = dropout_key_hash(seed, key, key)[:, None]
+    padded_q = padded_length(seq_q, num_residues, BLOCK_Q)
     dkeys = tl.zeros([TILE_K, PADDED_D], tl.float32)
     dvalues = tl.zeros([TILE_K, PADDED_D], tl.float32)
     GATHERED: tl.constexpr = TILE_Q > BLOCK_Q
@@ -192,8 +192,8 @@ def dkv_kernel(
         slope = 0.0
         if ALIBI:
             slope = tl.load(slopes + head)
-        which_list = list_of(sample, head, lists_a_sample, heads_a_list)
-        row = which_list * num_blocks + block
+        list_id = list_of(sample, head, lists_per_sample, heads_per_list)
+        row = list_id * num_blocks + block
         q_base, g_base = sample_64 * q_b + head.to(tl.int64) * q_h, sample_64 * g_b + head.to(tl.int64) * g_h
         of_head = (sample_64 * heads + head) * padded_q
         start, split, stop = tl.load(offsets + row), tl.load(splits + row), tl.load(offsets + row + 1)
@@ -212,14 +212,14 @@ def dkv_kernel(
                 softcap_grad = 1.0
                 if SOFTCAP or ALIBI:
                     scores, softcap_grad = apply_score_mods(
-                        scores * scale, ahead_of(query[None, :], key[:, None], origin, seq_q, seq_k), slope, cap,
+                        scores * scale, signed_distance(query[None, :], key[:, None], origin, seq_q, seq_k), slope, cap,
                         SOFTCAP, ALIBI, BASE_E,
                     )  # fmt: skip
                 scores, log_m = apply_multiplicity(
-                    scores, entry, query[None, :], key[:, None], which_list, rule_ids, branches, num_branches,
-                    seq_q, seq_k, unit, MASKED, DILATED, BASE_E,
+                    scores, entry, query[None, :], key[:, None], list_id, rule_ids, branches, num_branches,
+                    seq_q, seq_k, exp_scale, MASKED, DILATED, BASE_E,
                 )  # fmt: skip
-                weights = weights_of(scores * unit - (row_lse - log_m)[None, :], BASE_E)
+                weights = exponential(scores * exp_scale - (row_lse - log_m)[None, :], BASE_E)
                 if MASKED or PADDING or DOCUMENT_IDS:
                     seen = pairs_allowed(
                         query[None, :], key[:, None], entry[None, :] if GATHERED else entry, split, stop, sample,
@@ -230,14 +230,14 @@ def dkv_kernel(
                 dweights = tl.dot(values, grads.T, input_precision=PRECISION)
                 dropped = weights
                 if DROPOUT:
-                    of_query = drawn_query(seed, sample * heads + head, query, query)[None, :]
-                    stays = kept(of_query, of_key, threshold)
-                    dropped = tl.where(stays, weights * keep_scale, 0.0)
-                    dweights = tl.where(stays, dweights * keep_scale, 0.0)
+                    query_hash = dropout_query_hash(seed, sample * heads + head, query, query)[None, :]
+                    keeps = dropout_keeps(query_hash, key_hash, threshold)
+                    dropped = tl.where(keeps, weights * keep_scale, 0.0)
+                    dweights = tl.where(keeps, dweights * keep_scale, 0.0)
                 dvalues = tl.dot(dropped.to(grads.dtype), grads, dvalues, input_precision=PRECISION)
                 dscores = weights * (dweights - row_delta[None, :]) * softcap_grad
                 dkeys = tl.dot(dscores.to(queries.dtype), queries, dkeys, input_precision=PRECISION)
 
     at = ((sample_64 * seq_k + key) * heads_kv + key_head) * D
-    store_rows(dk, at, 1, real_key, dkeys * scale_out, D, PADDED_D)
-    store_rows(dv, at, 1, real_key, dvalues, D, PADDED_D)
+    store_rows(dk, at, 1, valid_key, dkeys * scale_out, D, PADDED_D)
+    store_rows(dv, at, 1, valid_key, dvalues, D, PADDED_D)

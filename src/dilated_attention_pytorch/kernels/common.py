@@ -18,9 +18,9 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def list_of(sample, head, lists_a_sample, heads_a_list):
+def list_of(sample, head, lists_per_sample, heads_per_list):
     """Which list of the layout a (sample, head) follows."""
-    return sample * lists_a_sample + head // heads_a_list
+    return sample * lists_per_sample + head // heads_per_list
 
 
 @triton.jit
@@ -45,7 +45,7 @@ def count_tiles(start, split, stop, BLOCK: tl.constexpr, TILE: tl.constexpr):
 
 
 @triton.jit
-def padded(seq, num_residues, BLOCK: tl.constexpr):
+def padded_length(seq, num_residues, BLOCK: tl.constexpr):
     """Tokens of whole blocks."""
     return num_residues * tl.cdiv(tl.cdiv(seq, num_residues), BLOCK) * BLOCK
 
@@ -54,7 +54,7 @@ def padded(seq, num_residues, BLOCK: tl.constexpr):
 def token_at(place, seq, num_residues, BLOCK: tl.constexpr, DILATED: tl.constexpr):
     """The token at a place in the order of blocks."""
     if DILATED:
-        rows = padded(seq, num_residues, BLOCK) // num_residues
+        rows = padded_length(seq, num_residues, BLOCK) // num_residues
         token = place % rows * num_residues + place // rows
     else:
         token = place
@@ -152,12 +152,12 @@ def pairs_allowed(
 
 
 @triton.jit
-def pair_multiplicity(query, key, which, branches, num_branches, seq_q, seq_k):
+def pair_multiplicity(query, key, list_id, branches, num_branches, seq_q, seq_k):
     """How many branches of a list hold each pair: `BlockLayout.pair_multiplicity`."""
     position = query + (seq_k - seq_q)
     multiplicity = (query + key) * 0
     for t in range(num_branches):
-        at = branches + (which * num_branches + t) * 5
+        at = branches + (list_id * num_branches + t) * 5
         segment, dilation, offset = tl.load(at), tl.load(at + 1), tl.load(at + 2)
         query_at, key_at = position + tl.load(at + 3), key + tl.load(at + 4)
         of_query = tl.where((query_at >= 0) & (query_at % segment % dilation == offset), query_at // segment, -1)
@@ -168,11 +168,11 @@ def pair_multiplicity(query, key, which, branches, num_branches, seq_q, seq_k):
 
 @triton.jit
 def add_pair_multiplicity(
-    scores, multiplicity, query, key, which, branches, num_branches, seq_q, seq_k, scale, BASE_E: tl.constexpr
+    scores, multiplicity, query, key, list_id, branches, num_branches, seq_q, seq_k, scale, BASE_E: tl.constexpr
 ):  # fmt: skip
     """The scores of a mixed block (whose multiplicity is 0), each raised by the log of its pair's multiplicity."""
     if multiplicity == 0:
-        of_pair = pair_multiplicity(query, key, which, branches, num_branches, seq_q, seq_k).to(tl.float32)
+        of_pair = pair_multiplicity(query, key, list_id, branches, num_branches, seq_q, seq_k).to(tl.float32)
         log_m = tl.log(of_pair) if BASE_E else tl.log2(of_pair)  # −inf where the pair does not count
         scores = scores + log_m / scale
     return scores
@@ -187,7 +187,7 @@ def log_multiplicity(multiplicity, BASE_E: tl.constexpr):
 
 @triton.jit
 def apply_multiplicity(
-    scores, entry, query, key, which, rule_ids, branches, num_branches, seq_q, seq_k, scale,
+    scores, entry, query, key, list_id, rule_ids, branches, num_branches, seq_q, seq_k, scale,
     MASKED: tl.constexpr, DILATED: tl.constexpr, BASE_E: tl.constexpr,
 ):  # fmt: skip
     """The scores of a tile, raised where its block is mixed, and the log of the block's multiplicity."""
@@ -197,7 +197,7 @@ def apply_multiplicity(
         log_m = log_multiplicity(multiplicity, BASE_E)
         if MASKED and DILATED == 2:
             scores = add_pair_multiplicity(
-                scores, multiplicity, query, key, which, branches, num_branches, seq_q, seq_k, scale, BASE_E
+                scores, multiplicity, query, key, list_id, branches, num_branches, seq_q, seq_k, scale, BASE_E
             )
     return scores, log_m
 
@@ -221,7 +221,7 @@ def cap_kind(softcap: float) -> int:
 
 
 @triton.jit
-def ahead_of(query, key, origin, seq_q, seq_k):
+def signed_distance(query, key, origin, seq_q, seq_k):
     """How many tokens queries are ahead of keys: for each pair only the difference of two floats, exact near `origin`.
 
     To make floats of whole numbers takes as long as to exponentiate them.
@@ -263,8 +263,8 @@ def stir32(x):
 
 
 @triton.jit
-def later(seed, place, OF_KEYS: tl.constexpr):
-    """How many tokens later the tokens of a place's block are numbered, by a seed in the form of a table."""
+def dropout_offset(seed, place, OF_KEYS: tl.constexpr):
+    """By how much the tokens of a place's block are renumbered for the draw, by a seed in the form of a table."""
     at = (place >> tl.load(seed + 2 + OF_KEYS).to(tl.int32)) & tl.load(seed + 1).to(tl.int32)
     if OF_KEYS:
         at += tl.load(seed + 4).to(tl.int32)
@@ -276,23 +276,23 @@ def later(seed, place, OF_KEYS: tl.constexpr):
 
 
 @triton.jit
-def drawn_query(seed, stream, query, place):
+def dropout_query_hash(seed, stream, query, place):
     """`place` is a token of each one's block, or of the block that all are in."""
-    query += later(seed, place, 0)
+    query += dropout_offset(seed, place, 0)
     row = stir32(stir32(fold32(tl.load(seed).to(tl.uint32))) ^ fold32(stream.to(tl.uint32)))
     return stir32(row ^ fold32(query.to(tl.uint32)))
 
 
 @triton.jit
-def drawn_key(seed, key, place):
-    key += later(seed, place, 1)
+def dropout_key_hash(seed, key, place):
+    key += dropout_offset(seed, place, 1)
     return fold32(key.to(tl.uint32))
 
 
 @triton.jit
-def kept(of_query, of_key, threshold):
-    drawn = fold32(stir32(of_query ^ of_key))
-    return (drawn >= threshold.to(tl.uint32)) & (threshold.to(tl.int64) < 1 << 32)  # all are dropped at 1 << 32
+def dropout_keeps(query_hash, key_hash, threshold):
+    draw = fold32(stir32(query_hash ^ key_hash))
+    return (draw >= threshold.to(tl.uint32)) & (threshold.to(tl.int64) < 1 << 32)  # all are dropped at 1 << 32
 
 
 @triton.jit

@@ -18,24 +18,23 @@ from ..layout.rows import CacheRows
 from . import launcher
 from .common import LOG2E, apply_score_mods, cap_kind, count_tiles, load_rows, load_work, pairs_allowed, tile_at
 from .configs import padded_dim
-from .forward import weights_of
-from .launch import num_processors, precision_of
-from .launch import rows as rows_of
+from .forward import exponential
+from .launch import contiguous_rows, num_processors, precision_of
 
 TILE_BYTES = 1 << 14  # of the keys of a step
 MAX_PARTS = 128
 QUERY_BYTES = 1 << 14  # of the query heads of a program; with the keys they must fit the shared memory of any GPU
-A_PROCESSOR = 2  # programs that one has room for at a time
+PROGRAMS_PER_PROCESSOR = 2  # programs that one has room for at a time
 
 
 @triton.jit(do_not_specialize=[
-    "new", "heads", "heads_kv", "capacity", "num_lists", "num_intervals", "num_pages", "pages_a_sample", "page_size",
+    "new", "heads", "heads_kv", "capacity", "num_lists", "num_intervals", "num_pages", "pages_per_sample", "page_size",
     "num_parts",
 ])  # fmt: skip
 def decode_kernel(
     q, k, v, part_out, part_lse, lengths, work, indices, rule_ids, rules, padding, pages, slopes,
     q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h,
-    new, heads, heads_kv, capacity, num_lists, num_intervals, num_pages, pages_a_sample, page_size,
+    new, heads, heads_kv, capacity, num_lists, num_intervals, num_pages, pages_per_sample, page_size,
     num_parts, scale, cap,
     D: tl.constexpr, PADDED_D: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, OWN: tl.constexpr,
     ROWS: tl.constexpr, NEGATIVE_SCALE: tl.constexpr, ONE_INTERVAL: tl.constexpr, PADDING: tl.constexpr,
@@ -44,27 +43,27 @@ def decode_kernel(
     """out and lse of a part of a row, for `OWN` heads that share a list and a key head (`ROWS` with padding)."""
     units = heads // OWN
     pid, part = tl.program_id(0), tl.program_id(1)
-    which, head = pid // units, pid % units * OWN
-    sample, t = which // new, which % new
+    token, head = pid // units, pid % units * OWN
+    sample, t = token // new, token % new
     key_head = head // (heads // heads_kv)
     length = tl.load(lengths + sample)
-    ahead, start, split, stop = load_work(work, which * num_lists + head // (heads // num_lists))
+    ahead, start, split, stop = load_work(work, token * num_lists + head // (heads // num_lists))
     position = length - new + t
 
     lane = tl.arange(0, ROWS)
-    real = lane < OWN
+    valid_head = lane < OWN
     own = head + tl.minimum(lane, OWN - 1)
     sample_64 = sample.to(tl.int64)
-    queries = load_rows(q + sample_64 * q_b + t.to(tl.int64) * q_s, own, q_h, real, D, PADDED_D)
-    unit, slope = scale, 0.0
+    queries = load_rows(q + sample_64 * q_b + t.to(tl.int64) * q_s, own, q_h, valid_head, D, PADDED_D)
+    exp_scale, slope = scale, 0.0
     if SOFTCAP or ALIBI:
-        unit = 1.0
+        exp_scale = 1.0
     if ALIBI:
         slope = tl.load(slopes + own)[:, None]
 
-    top = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    mixed = tl.zeros([ROWS, PADDED_D], tl.float32)
+    row_max = tl.full([ROWS], float("-inf"), tl.float32)
+    row_sum = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, PADDED_D], tl.float32)
     num_full, masked_from, num_masked = count_tiles(start, split, stop, BLOCK, TILE)
     num_tiles = num_full + num_masked
     begin, end = num_tiles * part // num_parts, num_tiles * (part + 1) // num_parts
@@ -75,17 +74,18 @@ def decode_kernel(
         to_tile = end - num_full if MASKED else tl.minimum(end, num_full)
         for i in range(from_tile, to_tile):
             entry, _, key = tile_at(indices, first, i, stop, BLOCK, TILE)
-            there = key < length  # the cache may have no room behind it
+            in_cache = key < length  # the cache may have no room behind it
             key_64 = key.to(tl.int64)
             if PAGED:
-                page = tl.load(pages + sample_64 * pages_a_sample + key // page_size, mask=there, other=0).to(tl.int64)
+                page_at = pages + sample_64 * pages_per_sample + key // page_size
+                page = tl.load(page_at, mask=in_cache, other=0).to(tl.int64)
                 missing = (page < 0) | (page >= num_pages)
                 page = tl.where(missing, 0, page)
                 k_at, v_at = page * k_b + key_64 % page_size * k_s, page * v_b + key_64 % page_size * v_s
             else:
                 k_at, v_at = sample_64 * k_b + key_64 * k_s, sample_64 * v_b + key_64 * v_s
-            keys = load_rows(k + key_head.to(tl.int64) * k_h, k_at, 1, there, D, PADDED_D)
-            seen = there & pairs_allowed(
+            keys = load_rows(k + key_head.to(tl.int64) * k_h, k_at, 1, in_cache, D, PADDED_D)
+            seen = in_cache & pairs_allowed(
                 position + ahead + key * 0, key, entry, split, stop, sample,
                 rule_ids, rules, rules, padding, rules, num_intervals, capacity, capacity,
                 MASKED, GATHERED, True, ONE_INTERVAL, False, PADDING, 0,
@@ -102,41 +102,44 @@ def decode_kernel(
             scores = tl.where(seen[None, :], scores, float("-inf"))
             if PAGED:  # garbage must not look like a result
                 scores = tl.where((missing & seen)[None, :], float("nan"), scores)
-            new_top = tl.maximum(top, tl.max(scores, 1) * unit)
-            base = tl.where(new_top == float("-inf"), 0.0, new_top)
-            weights = weights_of(scores * unit - base[:, None], BASE_E)
-            shrink = weights_of(top - base, BASE_E)
-            total = total * shrink + tl.sum(weights, 1)
-            mixed = tl.dot(weights.to(values.dtype), values, mixed * shrink[:, None], input_precision=PRECISION)
-            top = new_top
+            new_max = tl.maximum(row_max, tl.max(scores, 1) * exp_scale)
+            base = tl.where(new_max == float("-inf"), 0.0, new_max)
+            weights = exponential(scores * exp_scale - base[:, None], BASE_E)
+            shrink = exponential(row_max - base, BASE_E)
+            row_sum = row_sum * shrink + tl.sum(weights, 1)
+            acc = tl.dot(weights.to(values.dtype), values, acc * shrink[:, None], input_precision=PRECISION)
+            row_max = new_max
 
-    empty = total == 0.0
-    mixed = mixed / tl.where(empty, 1.0, total)[:, None]
-    row_lse = top + tl.log(total) if BASE_E else (top + tl.log2(total)) / LOG2E
-    at = (which.to(tl.int64) * heads + own) * num_parts + part
-    tl.store(part_lse + at, tl.where(empty, float("-inf"), row_lse), mask=real)
+    empty = row_sum == 0.0
+    acc = acc / tl.where(empty, 1.0, row_sum)[:, None]
+    row_lse = row_max + tl.log(row_sum) if BASE_E else (row_max + tl.log2(row_sum)) / LOG2E
+    at = (token.to(tl.int64) * heads + own) * num_parts + part
+    tl.store(part_lse + at, tl.where(empty, float("-inf"), row_lse), mask=valid_head)
     column = tl.arange(0, PADDED_D)
-    tl.store(part_out + at[:, None] * D + column, mixed, mask=real[:, None] & (column < D))
+    tl.store(part_out + at[:, None] * D + column, acc, mask=valid_head[:, None] & (column < D))
 
 
 @triton.jit(do_not_specialize=["new", "heads", "num_parts"])
 def merge_kernel(
     part_out, part_lse, out, lse, new, heads, num_parts, D: tl.constexpr, PADDED_D: tl.constexpr, PARTS: tl.constexpr
 ):
-    """One head of one new token: its parts, mixed by their denominators."""
+    """One head of one new token: its parts, weighted by their denominators."""
     pid = tl.program_id(0).to(tl.int64)
     part, column = tl.arange(0, PARTS), tl.arange(0, PADDED_D)
     lses = tl.load(part_lse + pid * num_parts + part, mask=part < num_parts, other=float("-inf"))
-    top = tl.max(lses, 0)
-    base = tl.where(top == float("-inf"), 0.0, top)
+    row_max = tl.max(lses, 0)
+    base = tl.where(row_max == float("-inf"), 0.0, row_max)
     shares = tl.exp(lses - base)
-    total = tl.sum(shares, 0)
+    row_sum = tl.sum(shares, 0)
     at = (pid * num_parts + part)[:, None] * D + column
     parts = tl.load(part_out + at, mask=(part < num_parts)[:, None] & (column < D), other=0.0)
-    mixed = tl.sum(parts * shares[:, None], 0) / tl.where(total == 0.0, 1.0, total)
-    tl.store(out + pid * D + column, mixed.to(out.dtype.element_ty), mask=column < D)
-    which, head = pid // heads, pid % heads
-    tl.store(lse + (which // new * heads + head) * new + which % new, tl.where(total == 0.0, top, base + tl.log(total)))
+    acc = tl.sum(parts * shares[:, None], 0) / tl.where(row_sum == 0.0, 1.0, row_sum)
+    tl.store(out + pid * D + column, acc.to(out.dtype.element_ty), mask=column < D)
+    token, head = pid // heads, pid % heads
+    tl.store(
+        lse + (token // new * heads + head) * new + token % new,
+        tl.where(row_sum == 0.0, row_max, base + tl.log(row_sum)),
+    )
 
 
 def launch(
@@ -152,33 +155,33 @@ def launch(
     softcap: float,
     slopes: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    q, k, v = rows_of(q), rows_of(k), rows_of(v)
+    q, k, v = contiguous_rows(q), contiguous_rows(k), contiguous_rows(v)
     batch, new, heads, head_dim = q.shape
     heads_kv, padded = k.shape[2], padded_dim(head_dim)
-    own = 1 if rows.num_lists > heads_kv else _stacked(heads // heads_kv, padded * q.element_size())
+    own = 1 if rows.num_lists > heads_kv else _heads_per_program(heads // heads_kv, padded * q.element_size())
     tile = min(64, TILE_BYTES // (padded * q.element_size()))
     base_e = q.dtype == torch.float32
-    per_unit = 1.0 if base_e else math.log2(math.e)
-    programs, seats = batch * new * (heads // own), A_PROCESSOR * num_processors(q.device)
-    num_parts = _num_parts(programs, triton.cdiv(rows.most * rows.block, tile), seats)
+    units_per_nat = 1.0 if base_e else math.log2(math.e)
+    programs, slots = batch * new * (heads // own), PROGRAMS_PER_PROCESSOR * num_processors(q.device)
+    num_parts = _num_parts(programs, triton.cdiv(rows.most * rows.block, tile), slots)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(batch, heads, new, dtype=torch.float32, device=q.device)
     part_out = torch.empty(batch, new, heads, num_parts, head_dim, dtype=torch.float32, device=q.device)
     part_lse = torch.empty(batch, new, heads, num_parts, dtype=torch.float32, device=q.device)
-    nothing = rows.work
+    unused = rows.work
     launcher.launch(
         decode_kernel, (programs, num_parts),
         (
             q, k, v, part_out, part_lse, lengths, rows.work, rows.indices, rows.rule_ids, rows.rules,
-            nothing if key_padding_mask is None else key_padding_mask.contiguous().view(torch.uint8),
-            nothing if page_table is None else page_table.contiguous(),
-            nothing if slopes is None else slopes * per_unit,
+            unused if key_padding_mask is None else key_padding_mask.contiguous().view(torch.uint8),
+            unused if page_table is None else page_table.contiguous(),
+            unused if slopes is None else slopes * units_per_nat,
         ),
         (
             *(stride for x in (q, k, v) for stride in x.stride()[:3]),
             new, heads, heads_kv, capacity, rows.num_lists, rows.rules.shape[1],
             k.shape[0], 0 if page_table is None else page_table.shape[1], k.shape[1], num_parts,
-            max(abs(scale) * per_unit, 1e-30), softcap * per_unit,
+            max(abs(scale) * units_per_nat, 1e-30), softcap * units_per_nat,
         ),
         D=head_dim, PADDED_D=padded, BLOCK=rows.block, TILE=tile, OWN=own, ROWS=max(16, triton.next_power_of_2(own)),
         NEGATIVE_SCALE=scale < 0, ONE_INTERVAL=rows.rules.shape[1] == 1, PADDING=key_padding_mask is not None,
@@ -192,17 +195,17 @@ def launch(
     return out, lse
 
 
-def _stacked(group: int, bytes_a_head: int) -> int:
+def _heads_per_program(group: int, bytes_per_head: int) -> int:
     """How many query heads of a key head one program takes: all, or a part of them where there is no room for more."""
-    room = max(16, QUERY_BYTES // bytes_a_head)
+    room = max(16, QUERY_BYTES // bytes_per_head)
     return max(n for n in range(1, group + 1) if group % n == 0 and triton.next_power_of_2(n) <= room)
 
 
 @lru_cache(maxsize=1024)
-def _num_parts(programs: int, tiles: int, seats: int) -> int:
+def _num_parts(programs: int, tiles: int, slots: int) -> int:
     """As few as fill the GPU: rounds of so many programs at a time, of which the last is nearly full."""
 
-    def filled(parts: int) -> float:
-        return min(programs * parts / (triton.cdiv(programs * parts, seats) * seats), 0.95)
+    def utilization(parts: int) -> float:
+        return min(programs * parts / (triton.cdiv(programs * parts, slots) * slots), 0.95)
 
-    return max(range(1, max(1, min(tiles, MAX_PARTS)) + 1), key=filled)
+    return max(range(1, max(1, min(tiles, MAX_PARTS)) + 1), key=utilization)

@@ -5,18 +5,18 @@ import triton.language as tl
 
 from .common import (
     LOG2E,
-    ahead_of,
     apply_multiplicity,
     apply_score_mods,
     count_tiles,
-    drawn_key,
-    drawn_query,
-    kept,
+    dropout_keeps,
+    dropout_key_hash,
+    dropout_query_hash,
     list_of,
     load_rows,
     load_tile,
     load_work,
     pairs_allowed,
+    signed_distance,
     store_rows,
     tile_at,
     token_at,
@@ -24,13 +24,13 @@ from .common import (
 
 # Lengths, counts and rates change from call to call: no new kernel for a new value of them.
 VARYING = (
-    "lists_a_sample", "heads_a_list", "seq_q", "seq_k", "num_blocks", "num_intervals", "threshold", "heads", "group",
-    "num_branches", "num_residues",
+    "lists_per_sample", "heads_per_list", "seq_q", "seq_k", "num_blocks", "num_intervals", "threshold", "heads",
+    "group", "num_branches", "num_residues",
 )  # fmt: skip
 
 
 @triton.jit
-def weights_of(exponent, BASE_E: tl.constexpr):
+def exponential(exponent, BASE_E: tl.constexpr):
     """exp, or exp2 where the exponent is in units of log2 already."""
     return tl.exp2(exponent * LOG2E if BASE_E else exponent)
 
@@ -40,7 +40,7 @@ def forward_kernel(
     q, k, v, out, lse,
     indices, rule_ids, work, rules, documents, branches, padding, document_ids, seed, slopes,
     q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h,
-    heads, group, seq_q, seq_k, num_blocks, lists_a_sample, heads_a_list, num_intervals, num_branches, num_residues,
+    heads, group, seq_q, seq_k, num_blocks, lists_per_sample, heads_per_list, num_intervals, num_branches, num_residues,
     scale, cap, threshold, keep_scale,
     D: tl.constexpr, PADDED_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     TILE_Q: tl.constexpr, TILE_K: tl.constexpr, PACK: tl.constexpr, TMA: tl.constexpr, NEGATIVE_SCALE: tl.constexpr,
@@ -53,35 +53,36 @@ def forward_kernel(
     Scores are in units of log2, which saves a product a score (`scale` has the factor log2(e)), or BASE_E in single
     precision, where its rounding would show. The sign of the scale is in NEGATIVE_SCALE.
     """
-    TILES: tl.constexpr = BLOCK_Q // TILE_Q
+    TILES_PER_BLOCK: tl.constexpr = BLOCK_Q // TILE_Q
     pid = tl.program_id(0)
-    num_tiles = num_blocks * TILES
-    place, which = pid % num_tiles, pid // num_tiles
-    packs = heads // PACK
-    sample, head = which // packs, which % packs * PACK
-    which_list = list_of(sample, head, lists_a_sample, heads_a_list)
-    block, start, split, stop = load_work(work, which_list * num_blocks + place // TILES)
+    num_tiles = num_blocks * TILES_PER_BLOCK
+    place, pack = pid % num_tiles, pid // num_tiles
+    packs_per_sample = heads // PACK
+    sample, head = pack // packs_per_sample, pack % packs_per_sample * PACK
+    list_id = list_of(sample, head, lists_per_sample, heads_per_list)
+    block, start, split, stop = load_work(work, list_id * num_blocks + place // TILES_PER_BLOCK)
 
     lane = tl.arange(0, PACK * TILE_Q)
-    query = token_at(block * BLOCK_Q + place % TILES * TILE_Q + lane % TILE_Q, seq_q, num_residues, BLOCK_Q, DILATED)
+    own = block * BLOCK_Q + place % TILES_PER_BLOCK * TILE_Q + lane % TILE_Q
+    query = token_at(own, seq_q, num_residues, BLOCK_Q, DILATED)
     query_head = head + lane // TILE_Q
-    real = query < seq_q
+    valid = query < seq_q
     key_head = head // group
     sample_64 = sample.to(tl.int64)
     k_base, v_base = sample_64 * k_b + key_head.to(tl.int64) * k_h, sample_64 * v_b + key_head.to(tl.int64) * v_h
     at = query.to(tl.int64) * q_s + query_head.to(tl.int64) * q_h
-    queries = load_rows(q + sample_64 * q_b, at, 1, real, D, PADDED_D)
+    queries = load_rows(q + sample_64 * q_b, at, 1, valid, D, PADDED_D)
 
-    unit, slope, origin = scale, 0.0, 0
+    exp_scale, slope, origin = scale, 0.0, 0
     if SOFTCAP or ALIBI:  # scores are scaled before they are modified
-        unit = 1.0
+        exp_scale = 1.0
     if ALIBI:
         slope, origin = tl.load(slopes + query_head)[:, None], tl.min(query, 0)
     if DROPOUT:
-        of_query = drawn_query(seed, sample * heads + query_head, query, query)[:, None]
-    top = tl.full([PACK * TILE_Q], float("-inf"), tl.float32)
-    total = tl.zeros([PACK * TILE_Q], tl.float32)
-    mixed = tl.zeros([PACK * TILE_Q, PADDED_D], tl.float32)
+        query_hash = dropout_query_hash(seed, sample * heads + query_head, query, query)[:, None]
+    row_max = tl.full([PACK * TILE_Q], float("-inf"), tl.float32)
+    row_sum = tl.zeros([PACK * TILE_Q], tl.float32)
+    acc = tl.zeros([PACK * TILE_Q, PADDED_D], tl.float32)
     num_full, masked_from, num_masked = count_tiles(start, split, stop, BLOCK_K, TILE_K)
 
     GATHERED: tl.constexpr = TILE_K > BLOCK_K
@@ -96,8 +97,8 @@ def forward_kernel(
                 scores = -scores
             if SOFTCAP or ALIBI:
                 scores, _ = apply_score_mods(
-                    scores * scale, ahead_of(query[:, None], key[None, :], origin, seq_q, seq_k), slope, cap, SOFTCAP,
-                    ALIBI, BASE_E,
+                    scores * scale, signed_distance(query[:, None], key[None, :], origin, seq_q, seq_k), slope, cap,
+                    SOFTCAP, ALIBI, BASE_E,
                 )  # fmt: skip
             if MASKED or PADDING or DOCUMENT_IDS:
                 seen = pairs_allowed(
@@ -107,27 +108,27 @@ def forward_kernel(
                 )  # fmt: skip
                 scores = tl.where(seen, scores, float("-inf"))
             scores, log_m = apply_multiplicity(
-                scores, entry, query[:, None], key[None, :], which_list, rule_ids, branches, num_branches, seq_q, seq_k,
-                unit, MASKED, DILATED, BASE_E,
+                scores, entry, query[:, None], key[None, :], list_id, rule_ids, branches, num_branches, seq_q, seq_k,
+                exp_scale, MASKED, DILATED, BASE_E,
             )  # fmt: skip
-            new_top = tl.maximum(top, tl.max(scores, 1) * unit)
-            base = new_top
+            new_max = tl.maximum(row_max, tl.max(scores, 1) * exp_scale)
+            base = new_max
             if MASKED or PADDING or DOCUMENT_IDS:  # a row may have seen nothing so far
-                base = tl.where(new_top == float("-inf"), 0.0, new_top)
-            weights = weights_of(scores * unit - (base - log_m)[:, None], BASE_E)
-            shrink = weights_of(top - base, BASE_E)
-            total = total * shrink + tl.sum(weights, 1)
+                base = tl.where(new_max == float("-inf"), 0.0, new_max)
+            weights = exponential(scores * exp_scale - (base - log_m)[:, None], BASE_E)
+            shrink = exponential(row_max - base, BASE_E)
+            row_sum = row_sum * shrink + tl.sum(weights, 1)
             if DROPOUT:
-                stays = kept(of_query, drawn_key(seed, key, key)[None, :], threshold)
-                weights = tl.where(stays, weights * keep_scale, 0.0)
+                keeps = dropout_keeps(query_hash, dropout_key_hash(seed, key, key)[None, :], threshold)
+                weights = tl.where(keeps, weights * keep_scale, 0.0)
             values = load_tile(v, v_base, sample, key_head, begin, key, v_s, seq_k, D, PADDED_D, TILE_K, TMA)
-            mixed = tl.dot(weights.to(values.dtype), values, mixed * shrink[:, None], input_precision=PRECISION)
-            top = new_top
+            acc = tl.dot(weights.to(values.dtype), values, acc * shrink[:, None], input_precision=PRECISION)
+            row_max = new_max
 
-    empty = total == 0.0
-    mixed = mixed / tl.where(empty, 1.0, total)[:, None]
+    empty = row_sum == 0.0
+    acc = acc / tl.where(empty, 1.0, row_sum)[:, None]
     at = ((sample_64 * seq_q + query) * heads + query_head) * D
-    store_rows(out, at, 1, real, mixed, D, PADDED_D)
-    row_lse = top + tl.log(total) if BASE_E else (top + tl.log2(total)) / LOG2E
+    store_rows(out, at, 1, valid, acc, D, PADDED_D)
+    row_lse = row_max + tl.log(row_sum) if BASE_E else (row_max + tl.log2(row_sum)) / LOG2E
     row_lse = tl.where(empty, float("-inf"), row_lse)
-    tl.store(lse + (sample_64 * heads + query_head) * seq_q + query, row_lse, mask=real)
+    tl.store(lse + (sample_64 * heads + query_head) * seq_q + query, row_lse, mask=valid)

@@ -11,15 +11,15 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 
 from .common import (
     add_pair_multiplicity,
-    ahead_of,
     apply_score_mods,
-    drawn_key,
-    drawn_query,
-    kept,
+    dropout_keeps,
+    dropout_key_hash,
+    dropout_query_hash,
     key_bounds,
     list_of,
     log_multiplicity,
     query_bounds,
+    signed_distance,
 )
 from .forward import VARYING
 from .hopper_forward import (
@@ -41,11 +41,11 @@ from .tile_scheduler import num_turns
 
 
 @gluon.jit
-def _row_of(sample, head, block, start, split, stop, offsets, splits, num_blocks, lists_a_sample, heads_a_list,
+def _row_of(sample, head, block, start, split, stop, offsets, splits, num_blocks, lists_per_sample, heads_per_list,
             OWN_LISTS: gl.constexpr):  # fmt: skip
     """Where the list of a query head starts, turns partial and stops: its key head's, unless heads have their own."""
     if OWN_LISTS:
-        row = list_of(sample, head, lists_a_sample, heads_a_list) * num_blocks + block
+        row = list_of(sample, head, lists_per_sample, heads_per_list) * num_blocks + block
         start, split, stop = gl.load(offsets + row), gl.load(splits + row), gl.load(offsets + row + 1)
     return start, split, stop
 
@@ -59,19 +59,19 @@ def _fetch(
     own_buffers_a, own_buffers_b, stream_buffers_a, stream_buffers_b, lse_buffers, delta_buffers = buffers
     own_ready, own_empty, ready, empty = barriers
     (
-        offsets, splits, indices, work, batch, heads, group, num_blocks, lists_a_sample, heads_a_list,
+        offsets, splits, indices, work, batch, heads, group, num_blocks, lists_per_sample, heads_per_list,
         schedule, num_residues, walked,
     ) = lists  # fmt: skip
     own_step_a, own_step_b, step_a, step_b = steps
     tile_heads = heads // group if OF_KEYS else heads
-    PER: gl.constexpr = BLOCK // STREAM
+    TILES_PER_BLOCK: gl.constexpr = BLOCK // STREAM
     step = 0
     for turn in range(num_turns(schedule)):
         # A tile of keys is walked by every query head of its key head, a tile of queries by its key head alone.
         first_list_head = group if OF_KEYS else 1
         sample, head, residue, own, block, start, split, stop = tile_of(
             turn, schedule, work, tile_heads, num_blocks, num_residues,
-            lists_a_sample, heads_a_list, first_list_head, OWN_BLOCK, DILATED,
+            lists_per_sample, heads_per_list, first_list_head, OWN_BLOCK, DILATED,
         )  # fmt: skip
         mbarrier.wait(own_empty, (turn & 1) ^ 1)
         mbarrier.expect(own_ready, 2 * TILE * D * BYTES)
@@ -84,14 +84,14 @@ def _fetch(
         for member in range(group if OF_KEYS else 1):
             other = head * group + member if OF_KEYS else head // group
             begin, _, end = _row_of(
-                sample, other, block, start, split, stop, offsets, splits, num_blocks, lists_a_sample, heads_a_list,
+                sample, other, block, start, split, stop, offsets, splits, num_blocks, lists_per_sample, heads_per_list,
                 OWN_LISTS,
             )  # fmt: skip
-            for i in range((end - begin) * PER):
-                index = gl.load(indices + begin + i // PER)
-                first = index * BLOCK + i % PER * STREAM  # in the order of blocks
+            for i in range((end - begin) * TILES_PER_BLOCK):
+                index = gl.load(indices + begin + i // TILES_PER_BLOCK)
+                first = index * BLOCK + i % TILES_PER_BLOCK * STREAM  # in the order of blocks
                 other_residue, row = split_residue(index, walked, DILATED)
-                row = row * BLOCK + i % PER * STREAM
+                row = row * BLOCK + i % TILES_PER_BLOCK * STREAM
                 place = step % NUM_STAGES
                 bar = ready.index(place)
                 mbarrier.wait(empty.index(place), (step // NUM_STAGES & 1) ^ 1)
@@ -141,14 +141,14 @@ def _compute_dkv(
     own_ready, own_empty, ready, empty = barriers
     rule_ids, rules, documents, branches, padding, document_ids, seed, slopes = masks
     (
-        offsets, splits, indices, work, batch, heads, group, num_blocks, lists_a_sample, heads_a_list,
+        offsets, splits, indices, work, batch, heads, group, num_blocks, lists_per_sample, heads_per_list,
         schedule, num_residues, walked,
     ) = lists  # fmt: skip
     seq_q, seq_k, num_intervals, num_branches, scale, scale_out, cap, threshold, keep_scale = numbers
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STREAM, 16])  # keys × queries
     GRADS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, GRADS, 2)
-    PER: gl.constexpr = BLOCK_Q // STREAM
+    TILES_PER_BLOCK: gl.constexpr = BLOCK_Q // STREAM
     HAS_CALL_MASK: gl.constexpr = PADDING or DOCUMENT_IDS
     HAS_SCORE_MODS: gl.constexpr = SOFTCAP or ALIBI
     # A key is seen by `reach` queries after `first` too, whatever the block.
@@ -163,32 +163,32 @@ def _compute_dkv(
     for turn in range(num_turns(schedule)):
         sample, key_head, residue, own, block, start, split, stop = tile_of(
             turn, schedule, work, heads_kv, num_blocks, num_residues,
-            lists_a_sample, heads_a_list, group, BLOCK_K, DILATED,
+            lists_per_sample, heads_per_list, group, BLOCK_K, DILATED,
         )  # fmt: skip
         key = gl.expand_dims(token_of(own + WHO * ROWS + key_lane, residue, num_residues, DILATED), 1)
         first, reach = key, key
         if BOUNDED:
             first, last = query_bounds(key, rules, seq_q, seq_k)
             first, reach = reaching(first, last)
-        origin, of_key = token_of(own, residue, num_residues, DILATED) - (seq_k - seq_q), key
+        origin, key_hash = token_of(own, residue, num_residues, DILATED) - (seq_k - seq_q), key
         if DROPOUT:
-            of_key = drawn_key(seed, key, own)
+            key_hash = dropout_key_hash(seed, key, own)
         dkeys = gl.zeros([ROWS, D], gl.float32, GRADS)
         dvalues = gl.zeros([ROWS, D], gl.float32, GRADS)
         mbarrier.wait(own_ready, turn & 1)
         for member in range(group):
             head = key_head * group + member
             begin, turns_partial, end = _row_of(
-                sample, head, block, start, split, stop, offsets, splits, num_blocks, lists_a_sample, heads_a_list,
+                sample, head, block, start, split, stop, offsets, splits, num_blocks, lists_per_sample, heads_per_list,
                 OWN_LISTS,
             )  # fmt: skip
-            which = list_of(sample, head, lists_a_sample, heads_a_list)
-            unit, slope = scale, 0.0
+            list_id = list_of(sample, head, lists_per_sample, heads_per_list)
+            exp_scale, slope = scale, 0.0
             if HAS_SCORE_MODS:
-                unit = 1.0
+                exp_scale = 1.0
             if ALIBI:
                 slope = gl.load(slopes + head)
-            num_full, num = (turns_partial - begin) * PER, (end - begin) * PER
+            num_full, num = (turns_partial - begin) * TILES_PER_BLOCK, (end - begin) * TILES_PER_BLOCK
             for MASKED in gl.static_range(2):
                 if MASKED:
                     low, high = num_full, num
@@ -198,24 +198,23 @@ def _compute_dkv(
                     place = step % NUM_STAGES
                     # Asked for now, read when the scores are there.
                     if MASKED or HAS_CALL_MASK or HAS_SCORE_MODS or DROPOUT:
-                        other = gl.load(indices + begin + i // PER)
+                        other = gl.load(indices + begin + i // TILES_PER_BLOCK)
                     multiplicity = 1
                     if DILATED:
-                        multiplicity = gl.load(rule_ids + begin + i // PER)
+                        multiplicity = gl.load(rule_ids + begin + i // TILES_PER_BLOCK)
                     mbarrier.wait(ready.index(place), step // NUM_STAGES & 1)
                     q, grad = q_buffers.index(place), g_buffers.index(place)
-                    of_scores = warpgroup_mma(k, q.permute((1, 0)), nothing, use_acc=False, is_async=True)
-                    of_dweights = warpgroup_mma(v, grad.permute((1, 0)), nothing, use_acc=False, is_async=True)
-                    scores = warpgroup_mma_wait(1, deps=[of_scores])
+                    pending_scores = warpgroup_mma(k, q.permute((1, 0)), nothing, use_acc=False, is_async=True)
+                    pending_dweights = warpgroup_mma(v, grad.permute((1, 0)), nothing, use_acc=False, is_async=True)
+                    scores = warpgroup_mma_wait(1, deps=[pending_scores])
                     if NEGATIVE_SCALE:
                         scores = -scores
                     if HAS_SCORE_MODS or DROPOUT:
                         query = tokens_of(other, i, query_lane, walked, num_residues, BLOCK_Q, STREAM, DILATED)
                     if HAS_SCORE_MODS:
-                        scores, softcap_grad = apply_score_mods(
-                            scores * scale, ahead_of(query, key, origin, seq_q, seq_k), slope, cap,
-                            SOFTCAP, ALIBI, False,
-                        )  # fmt: skip
+                        scores = scores * scale
+                        distance = signed_distance(query, key, origin, seq_q, seq_k)
+                        scores, softcap_grad = apply_score_mods(scores, distance, slope, cap, SOFTCAP, ALIBI, False)
                     row_lse = as_row(lse_buffers.index(place)).load(gl.SliceLayout(0, SCORES))
                     if DILATED:
                         row_lse = row_lse - log_multiplicity(multiplicity, False)
@@ -226,51 +225,53 @@ def _compute_dkv(
                                 multiplicity,
                                 query,
                                 key,
-                                which,
+                                list_id,
                                 branches,
                                 num_branches,
                                 seq_q,
                                 seq_k,
-                                unit,
+                                exp_scale,
                                 False,
                             )
-                    weights = gl.exp2(scores * unit - gl.expand_dims(row_lse, 0))
+                    weights = gl.exp2(scores * exp_scale - gl.expand_dims(row_lse, 0))
                     if MASKED or HAS_CALL_MASK:  # noqa: SIM102
                         if begin < end:  # always so: see `hopper_forward`
                             query = tokens_of(other, i, query_lane, walked, num_residues, BLOCK_Q, STREAM, DILATED)
                             seen = pairs_seen(
-                                query, query, key, first, reach, begin + i // PER, turns_partial, end, sample,
-                                rule_ids, rules, documents, padding, document_ids, num_intervals, seq_q, seq_k,
+                                query, query, key, first, reach, begin + i // TILES_PER_BLOCK, turns_partial, end,
+                                sample, rule_ids, rules, documents, padding, document_ids, num_intervals, seq_q, seq_k,
                                 BOUNDED, MASKED, False, HAS_RULE_IDS, ONE_INTERVAL, DOCUMENTS, PADDING, DOCUMENT_IDS,
                             )  # fmt: skip
                             weights = gl.where(seen, weights, 0.0)
                     dropped = weights
                     if DROPOUT:
                         if begin < end:
-                            of_query = drawn_query(seed, sample * heads + head, query, other * BLOCK_Q)
-                            # The sign says whether a weight stays: a mask would be packed until it is used again.
-                            weights = gl.where(kept(of_query, of_key, threshold), weights, -weights)
+                            query_hash = dropout_query_hash(seed, sample * heads + head, query, other * BLOCK_Q)
+                            # The sign says whether a weight is kept: a mask would be packed until it is used again.
+                            weights = gl.where(dropout_keeps(query_hash, key_hash, threshold), weights, -weights)
                         dropped = gl.where(weights < 0.0, 0.0, weights)  # NaN is not lost
                     operand = gl.convert_layout(dropped.to(dtype), OPERAND)
                     if SOFTCAP:
                         weights *= softcap_grad
                     row_delta = as_row(delta_buffers.index(place)).load(gl.SliceLayout(0, SCORES))
-                    dweights = warpgroup_mma_wait(0, deps=[of_dweights])
+                    dweights = warpgroup_mma_wait(0, deps=[pending_dweights])
                     if DROPOUT:
                         dweights = gl.where(weights > 0.0, dweights, 0.0)
                         weights = gl.abs(weights)
                         row_delta *= 1 / keep_scale
-                    of_dvalues = warpgroup_mma(operand, grad, dvalues, is_async=True)
+                    pending_dvalues = warpgroup_mma(operand, grad, dvalues, is_async=True)
                     dscores = weights * (dweights - gl.expand_dims(row_delta, 0))
-                    of_dkeys = warpgroup_mma(gl.convert_layout(dscores.to(dtype), OPERAND), q, dkeys, is_async=True)
-                    dvalues, dkeys = warpgroup_mma_wait(0, deps=[of_dvalues, of_dkeys])
+                    pending_dkeys = warpgroup_mma(
+                        gl.convert_layout(dscores.to(dtype), OPERAND), q, dkeys, is_async=True
+                    )
+                    dvalues, dkeys = warpgroup_mma_wait(0, deps=[pending_dvalues, pending_dkeys])
                     mbarrier.arrive(empty.index(place), count=1)
                     step += 1
         mbarrier.arrive(own_empty, count=1)
         lane = gl.arange(0, ROWS, gl.SliceLayout(1, GRADS))
         column = gl.arange(0, D, gl.SliceLayout(0, GRADS))
         token = token_of(own + WHO * ROWS + lane, residue, num_residues, DILATED)
-        if DROPOUT:  # what all kept weights are multiplied by
+        if DROPOUT:  # what all dropout_keeps weights are multiplied by
             dkeys, dvalues = dkeys * keep_scale, dvalues * keep_scale
         _store(dk, dkeys * scale_out, sample, token, key_head, seq_k, heads_kv, column, D)
         _store(dv, dvalues, sample, token, key_head, seq_k, heads_kv, column, D)
@@ -288,14 +289,14 @@ def _compute_dq(
     own_ready, own_empty, ready, empty = barriers
     rule_ids, rules, documents, branches, padding, document_ids, seed, slopes = masks
     (
-        offsets, splits, indices, work, batch, heads, group, num_blocks, lists_a_sample, heads_a_list,
+        offsets, splits, indices, work, batch, heads, group, num_blocks, lists_per_sample, heads_per_list,
         schedule, num_residues, walked,
     ) = lists  # fmt: skip
     seq_q, seq_k, num_intervals, num_branches, scale, scale_out, cap, threshold, keep_scale = numbers
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STREAM, 16])  # queries × keys
     GRADS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, GRADS, 2)
-    PER: gl.constexpr = BLOCK_K // STREAM
+    TILES_PER_BLOCK: gl.constexpr = BLOCK_K // STREAM
     HAS_CALL_MASK: gl.constexpr = PADDING or DOCUMENT_IDS
     HAS_SCORE_MODS: gl.constexpr = SOFTCAP or ALIBI
     BOUNDED: gl.constexpr = ONE_INTERVAL and not (HAS_RULE_IDS or HAS_CALL_MASK)
@@ -307,11 +308,11 @@ def _compute_dq(
     step = 0
     for turn in range(num_turns(schedule)):
         sample, head, residue, own, _, start, split, stop = tile_of(
-            turn, schedule, work, heads, num_blocks, num_residues, lists_a_sample, heads_a_list, 1, BLOCK_Q, DILATED
+            turn, schedule, work, heads, num_blocks, num_residues, lists_per_sample, heads_per_list, 1, BLOCK_Q, DILATED
         )
         row = own + WHO * ROWS + query_lane
         query = gl.expand_dims(token_of(row, residue, num_residues, DILATED), 1)
-        which = list_of(sample, head, lists_a_sample, heads_a_list)
+        list_id = list_of(sample, head, lists_per_sample, heads_per_list)
         of_head = (sample.to(gl.int64) * heads + head) * (num_blocks * BLOCK_Q)
         of_row = of_head + residue * (num_blocks // num_residues * BLOCK_Q) + row
         row_lse, row_delta = gl.load(lse + of_row), gl.load(delta + of_row)
@@ -319,17 +320,17 @@ def _compute_dq(
         if BOUNDED:
             first, last = key_bounds(query, 0, 0, rules, documents, num_intervals, seq_q, seq_k, DOCUMENTS)
             first, reach = reaching(first, last)
-        unit, slope, of_query = scale, 0.0, query
+        exp_scale, slope, query_hash = scale, 0.0, query
         origin = token_of(own, residue, num_residues, DILATED)
         if HAS_SCORE_MODS:
-            unit = 1.0
+            exp_scale = 1.0
         if ALIBI:
             slope = gl.load(slopes + head)
         if DROPOUT:
-            of_query = drawn_query(seed, sample * heads + head, query, own)
+            query_hash = dropout_query_hash(seed, sample * heads + head, query, own)
             row_delta *= 1 / keep_scale
         dqueries = gl.zeros([ROWS, D], gl.float32, GRADS)
-        num_full, num = (split - start) * PER, (stop - start) * PER
+        num_full, num = (split - start) * TILES_PER_BLOCK, (stop - start) * TILES_PER_BLOCK
         mbarrier.wait(own_ready, turn & 1)
         for MASKED in gl.static_range(2):
             if MASKED:
@@ -339,50 +340,62 @@ def _compute_dq(
             for i in range(low, high):
                 place = step % NUM_STAGES
                 if MASKED or HAS_CALL_MASK or HAS_SCORE_MODS or DROPOUT:
-                    other = gl.load(indices + start + i // PER)
+                    other = gl.load(indices + start + i // TILES_PER_BLOCK)
                 multiplicity = 1
                 if DILATED:
-                    multiplicity = gl.load(rule_ids + start + i // PER)
+                    multiplicity = gl.load(rule_ids + start + i // TILES_PER_BLOCK)
                 mbarrier.wait(ready.index(place), step // NUM_STAGES & 1)
                 k, v = k_buffers.index(place), v_buffers.index(place)
-                of_scores = warpgroup_mma(q, k.permute((1, 0)), nothing, use_acc=False, is_async=True)
-                of_dweights = warpgroup_mma(grad, v.permute((1, 0)), nothing, use_acc=False, is_async=True)
-                scores = warpgroup_mma_wait(1, deps=[of_scores])
+                pending_scores = warpgroup_mma(q, k.permute((1, 0)), nothing, use_acc=False, is_async=True)
+                pending_dweights = warpgroup_mma(grad, v.permute((1, 0)), nothing, use_acc=False, is_async=True)
+                scores = warpgroup_mma_wait(1, deps=[pending_scores])
                 if NEGATIVE_SCALE:
                     scores = -scores
                 if HAS_SCORE_MODS or DROPOUT:
                     key = tokens_of(other, i, key_lane, walked, num_residues, BLOCK_K, STREAM, DILATED)
                 if HAS_SCORE_MODS:
-                    scores, softcap_grad = apply_score_mods(
-                        scores * scale, ahead_of(query, key, origin, seq_q, seq_k), slope, cap, SOFTCAP, ALIBI, False
-                    )  # fmt: skip
+                    scores = scores * scale
+                    distance = signed_distance(query, key, origin, seq_q, seq_k)
+                    scores, softcap_grad = apply_score_mods(scores, distance, slope, cap, SOFTCAP, ALIBI, False)
                 lowered = row_lse
                 if DILATED:
                     lowered = row_lse - log_multiplicity(multiplicity, False)
                     if MASKED and DILATED == 2:
                         key = tokens_of(other, i, key_lane, walked, num_residues, BLOCK_K, STREAM, DILATED)
                         scores = add_pair_multiplicity(
-                            scores, multiplicity, query, key, which, branches, num_branches, seq_q, seq_k, unit, False
+                            scores,
+                            multiplicity,
+                            query,
+                            key,
+                            list_id,
+                            branches,
+                            num_branches,
+                            seq_q,
+                            seq_k,
+                            exp_scale,
+                            False,
                         )
-                weights = gl.exp2(scores * unit - gl.expand_dims(lowered, 1))
+                weights = gl.exp2(scores * exp_scale - gl.expand_dims(lowered, 1))
                 if MASKED or HAS_CALL_MASK:  # noqa: SIM102
                     if start < stop:
                         key = tokens_of(other, i, key_lane, walked, num_residues, BLOCK_K, STREAM, DILATED)
                         seen = pairs_seen(
-                            key, query, key, first, reach, start + i // PER, split, stop, sample,
+                            key, query, key, first, reach, start + i // TILES_PER_BLOCK, split, stop, sample,
                             rule_ids, rules, documents, padding, document_ids, num_intervals, seq_q, seq_k,
                             BOUNDED, MASKED, False, HAS_RULE_IDS, ONE_INTERVAL, DOCUMENTS, PADDING, DOCUMENT_IDS,
                         )  # fmt: skip
                         weights = gl.where(seen, weights, 0.0)
                 if SOFTCAP:
                     weights *= softcap_grad
-                dweights = warpgroup_mma_wait(0, deps=[of_dweights])
+                dweights = warpgroup_mma_wait(0, deps=[pending_dweights])
                 if DROPOUT:
-                    stays = kept(of_query, drawn_key(seed, key, other * BLOCK_K), threshold)
-                    dweights = gl.where(stays, dweights, 0.0)
+                    keeps = dropout_keeps(query_hash, dropout_key_hash(seed, key, other * BLOCK_K), threshold)
+                    dweights = gl.where(keeps, dweights, 0.0)
                 dscores = weights * (dweights - gl.expand_dims(row_delta, 1))
-                of_dqueries = warpgroup_mma(gl.convert_layout(dscores.to(dtype), OPERAND), k, dqueries, is_async=True)
-                dqueries = warpgroup_mma_wait(0, deps=[of_dqueries])
+                pending_dqueries = warpgroup_mma(
+                    gl.convert_layout(dscores.to(dtype), OPERAND), k, dqueries, is_async=True
+                )
+                dqueries = warpgroup_mma_wait(0, deps=[pending_dqueries])
                 mbarrier.arrive(empty.index(place), count=1)
                 step += 1
         mbarrier.arrive(own_empty, count=1)
@@ -398,7 +411,7 @@ def _compute_dq(
 def backward_kernel(
     q, k, v, grad, of_rows, lse, delta, dq, dk, dv,
     offsets, splits, indices, rule_ids, work, rules, documents, branches, padding, document_ids, seed, slopes,
-    batch, heads, group, seq_q, seq_k, num_blocks, lists_a_sample, heads_a_list, num_intervals, num_branches,
+    batch, heads, group, seq_q, seq_k, num_blocks, lists_per_sample, heads_per_list, num_intervals, num_branches,
     num_residues, total_tiles, tiles_per_head, first_tile, tile_order, walked, q_step, k_step, v_step, g_step,
     scale, scale_out, cap, threshold, keep_scale,
     D: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, STREAM: gl.constexpr, NUM_STAGES: gl.constexpr,
@@ -431,7 +444,7 @@ def backward_kernel(
     barriers = (own_ready, own_empty, ready, empty)
     masks = (rule_ids, rules, documents, branches, padding, document_ids, seed, slopes)
     lists = (
-        offsets, splits, indices, work, batch, heads, group, num_blocks, lists_a_sample, heads_a_list,
+        offsets, splits, indices, work, batch, heads, group, num_blocks, lists_per_sample, heads_per_list,
         (total_tiles, tiles_per_head, first_tile, tile_order), num_residues, walked,
     )  # fmt: skip
     numbers = (seq_q, seq_k, num_intervals, num_branches, scale, scale_out, cap, threshold, keep_scale)

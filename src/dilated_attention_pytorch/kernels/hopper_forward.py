@@ -2,8 +2,8 @@
 
 A program keeps one multiprocessor for the whole call and takes tiles of 128 queries in turn. One warp fetches (the
 query tile, then key and value blocks, into rings of buffers), two warpgroups compute, 64 queries each. In each of them
-the scores of a block are on the matrix units while the weights of the one before are mixed, and the first scores of the
-next tile while the tile before is written out.
+the scores of a block are on the matrix units while the weights of the one before are multiplied with the values, and
+the first scores of the next tile while the tile before is written out.
 
 Barriers: `*_ready` says that a buffer is filled, `*_empty` that both warpgroups have done with it. Their phase is the
 parity of the turn: how often the ring went round, counted over all tiles. The warpgroups hand their products to the
@@ -31,16 +31,16 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .common import (
     add_pair_multiplicity,
-    ahead_of,
     apply_score_mods,
-    drawn_key,
-    drawn_query,
-    kept,
+    dropout_keeps,
+    dropout_key_hash,
+    dropout_query_hash,
     key_bounds,
     list_of,
     load_work,
     log_multiplicity,
     pairs_allowed,
+    signed_distance,
 )
 from .forward import VARYING
 from .launcher import MOST, described_again
@@ -124,18 +124,18 @@ def token_of(row, residue, num_residues, DILATED: gl.constexpr):
 
 @gluon.jit
 def tile_of(
-    turn, schedule, work, heads, num_blocks, num_residues, lists_a_sample, heads_a_list, list_heads,
+    turn, schedule, work, heads, num_blocks, num_residues, lists_per_sample, heads_per_list, list_heads,
     BLOCK: gl.constexpr, DILATED: gl.constexpr,
 ):  # fmt: skip
     """Sample, head, residue class and first row in it, block and list of the tile of a turn; the list is that of query
     head `head · list_heads`."""
-    TILES: gl.constexpr = BLOCK // TILE
-    place, which = scheduled_tile(turn, schedule)
-    sample, head = which // heads, which % heads
-    rows_before = list_of(sample, head * list_heads, lists_a_sample, heads_a_list) * num_blocks
-    block, start, split, stop = load_work(work, rows_before + place // TILES)
+    TILES_PER_BLOCK: gl.constexpr = BLOCK // TILE
+    place, head_id = scheduled_tile(turn, schedule)
+    sample, head = head_id // heads, head_id % heads
+    rows_before = list_of(sample, head * list_heads, lists_per_sample, heads_per_list) * num_blocks
+    block, start, split, stop = load_work(work, rows_before + place // TILES_PER_BLOCK)
     residue, row = split_residue(block, num_blocks // num_residues, DILATED)
-    return sample, head, residue, row * BLOCK + place % TILES * TILE, block, start, split, stop
+    return sample, head, residue, row * BLOCK + place % TILES_PER_BLOCK * TILE, block, start, split, stop
 
 
 @gluon.jit
@@ -145,18 +145,30 @@ def _fetch(
 ):  # fmt: skip
     q_buffers, k_buffers, v_buffers = buffers
     q_ready, q_empty, k_ready, k_empty, v_ready, v_empty = barriers
-    indices, work, heads, group, num_blocks, lists_a_sample, heads_a_list, schedule, num_residues, walked, steps = lists
+    indices, work, heads, group, num_blocks, lists_per_sample, heads_per_list, schedule, num_residues, walked, steps = (
+        lists
+    )
     q_step, k_step, v_step = steps
-    PER: gl.constexpr = BLOCK_K // TILE_K
+    TILES_PER_BLOCK: gl.constexpr = BLOCK_K // TILE_K
     step, turns = 0, num_turns(schedule)
     sample, head, residue, query, _, start, _, stop = tile_of(
-        0, schedule, work, heads, num_blocks, num_residues, lists_a_sample, heads_a_list, 1, BLOCK_Q, DILATED
+        0, schedule, work, heads, num_blocks, num_residues, lists_per_sample, heads_per_list, 1, BLOCK_Q, DILATED
     )
     block = gl.load(indices + start, mask=start < stop, other=0)
     for turn in range(turns):
         # Reading lists takes as long as a block of work: the next tile and the next block are asked for in time.
         next_sample, next_head, next_residue, next_query, _, next_start, _, next_stop = tile_of(
-            turn + 1, schedule, work, heads, num_blocks, num_residues, lists_a_sample, heads_a_list, 1, BLOCK_Q, DILATED
+            turn + 1,
+            schedule,
+            work,
+            heads,
+            num_blocks,
+            num_residues,
+            lists_per_sample,
+            heads_per_list,
+            1,
+            BLOCK_Q,
+            DILATED,
         )
         place = turn % Q_STAGES
         mbarrier.wait(q_empty.index(place), (turn // Q_STAGES & 1) ^ 1)
@@ -166,13 +178,13 @@ def _fetch(
             at = [sample, query + half * ROWS, head * D + residue * q_step]
             load_block(q, at, q_ready.index(place), as_block(buffer, q))
         column = head // group * D
-        num = gl.maximum((stop - start) * PER, 1)
+        num = gl.maximum((stop - start) * TILES_PER_BLOCK, 1)
         for i in range(num):
             ends = i + 1 == num
-            entry = gl.where(ends, next_start, start + (i + 1) // PER)
+            entry = gl.where(ends, next_start, start + (i + 1) // TILES_PER_BLOCK)
             next_block = gl.load(indices + entry, mask=entry < gl.where(ends, next_stop, stop), other=0)
             key_residue, row = split_residue(block, walked, DILATED)
-            row = row * BLOCK_K + i % PER * TILE_K
+            row = row * BLOCK_K + i % TILES_PER_BLOCK * TILE_K
             place, phase = step % KV_STAGES, step // KV_STAGES & 1
             mbarrier.wait(k_empty.index(place), phase ^ 1)
             mbarrier.expect(k_ready.index(place), TILE_K * D * BYTES)
@@ -217,15 +229,15 @@ def _compute(
     q_buffers, k_buffers, v_buffers = buffers
     q_ready, q_empty, k_ready, k_empty, v_ready, v_empty = barriers
     rule_ids, rules, documents, branches, padding, document_ids, seed, slopes = masks
-    indices, work, heads, group, num_blocks, lists_a_sample, heads_a_list, schedule, num_residues, walked, _ = lists
+    indices, work, heads, group, num_blocks, lists_per_sample, heads_per_list, schedule, num_residues, walked, _ = lists
     seq_q, seq_k, num_intervals, num_branches, scale, cap, threshold, keep_scale = numbers
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_K, 16])
-    MIXED: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, MIXED, 2)
-    PER: gl.constexpr = BLOCK_K // TILE_K
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
+    TILES_PER_BLOCK: gl.constexpr = BLOCK_K // TILE_K
     HAS_CALL_MASK: gl.constexpr = PADDING or DOCUMENT_IDS
     HAS_SCORE_MODS: gl.constexpr = SOFTCAP or ALIBI
-    # A query sees the keys from `first` to `reach` behind it, whatever the block.
+    # A query sees keys `first` to `first + reach`, whatever the block.
     BOUNDED: gl.constexpr = ONE_INTERVAL and not HAS_RULE_IDS
     dtype: gl.constexpr = q_buffers.dtype
     # As what weights wait for their turn: ptxas keeps rounded ones with their pairs the wrong way round, and to turn
@@ -239,7 +251,7 @@ def _compute(
     if WHO == 1:
         hand_over(WHO)
     sample, head, residue, query_from, _, start, split, stop = tile_of(
-        0, schedule, work, heads, num_blocks, num_residues, lists_a_sample, heads_a_list, 1, BLOCK_Q, DILATED
+        0, schedule, work, heads, num_blocks, num_residues, lists_per_sample, heads_per_list, 1, BLOCK_Q, DILATED
     )
     mbarrier.wait(q_ready.index(0), 0)
     mbarrier.wait(k_ready.index(0), 0)
@@ -249,26 +261,38 @@ def _compute(
     for turn in range(turns):
         # What the next tile is: asked for now, read when this one is done.
         next_sample, next_head, next_residue, next_query, _, next_start, next_split, next_stop = tile_of(
-            turn + 1, schedule, work, heads, num_blocks, num_residues, lists_a_sample, heads_a_list, 1, BLOCK_Q, DILATED
+            turn + 1,
+            schedule,
+            work,
+            heads,
+            num_blocks,
+            num_residues,
+            lists_per_sample,
+            heads_per_list,
+            1,
+            BLOCK_Q,
+            DILATED,
         )
         q = q_buffers.index(turn % Q_STAGES * 2 + WHO)
         row = token_of(query_from + WHO * ROWS + lane, residue, num_residues, DILATED)
         query = gl.expand_dims(row, 1)
-        which = list_of(sample, head, lists_a_sample, heads_a_list)
+        list_id = list_of(sample, head, lists_per_sample, heads_per_list)
         first, reach = query, query
         if BOUNDED:
             first, last = key_bounds(query, 0, 0, rules, documents, num_intervals, seq_q, seq_k, DOCUMENTS)
             first, reach = reaching(first, last)
-        unit, slope, of_query = scale, 0.0, query
+        exp_scale, slope, query_hash = scale, 0.0, query
         if HAS_SCORE_MODS:  # scores are scaled before they are modified
-            unit = 1.0
+            exp_scale = 1.0
         origin = token_of(query_from, residue, num_residues, DILATED)
         if ALIBI:
             slope = gl.load(slopes + head)
         if DROPOUT:
-            of_query = drawn_query(seed, sample * heads + head, query, query_from)
-        num_full = (split - start) * PER
-        num = gl.maximum((stop - start) * PER, 1)  # a row without keys has one block, of which it sees nothing
+            query_hash = dropout_query_hash(seed, sample * heads + head, query, query_from)
+        num_full = (split - start) * TILES_PER_BLOCK
+        num = gl.maximum(
+            (stop - start) * TILES_PER_BLOCK, 1
+        )  # a row without keys has one block, of which it sees nothing
 
         block = gl.load(indices + start, mask=start < stop, other=0)
         multiplicity, log_m = 1, 0.0
@@ -282,27 +306,28 @@ def _compute(
         if HAS_SCORE_MODS or DROPOUT:
             key = tokens_of(block, 0, key_lane, walked, num_residues, BLOCK_K, TILE_K, DILATED)
         if HAS_SCORE_MODS:
-            scores = apply_score_mods(
-                scores * scale, ahead_of(query, key, origin, seq_q, seq_k), slope, cap, SOFTCAP, ALIBI, False
-            )[0]
+            scores = scores * scale
+            distance = signed_distance(query, key, origin, seq_q, seq_k)
+            scores = apply_score_mods(scores, distance, slope, cap, SOFTCAP, ALIBI, False)[0]
         if HAS_CALL_MASK or num_full == 0:
             key = tokens_of(block, 0, key_lane, walked, num_residues, BLOCK_K, TILE_K, DILATED)
             scores = _hide(
-                scores, query, first, reach, key, start, split, stop, sample, which, multiplicity, unit,
+                scores, query, first, reach, key, start, split, stop, sample, list_id, multiplicity, exp_scale,
                 rule_ids, rules, documents, branches, padding, document_ids, num_intervals, num_branches, seq_q, seq_k,
                 True, HAS_RULE_IDS, ONE_INTERVAL, DOCUMENTS, PADDING, DOCUMENT_IDS, DILATED,
             )  # fmt: skip
-        top = row_max(scores) * unit
-        base = gl.where(top == float("-inf"), 0.0, top)
-        weights = gl.exp2(scores * unit - gl.expand_dims(base - log_m, 1))
-        sums = gl.sum(weights, 1)
+        row_max = max_of_rows(scores) * exp_scale
+        base = gl.where(row_max == float("-inf"), 0.0, row_max)
+        weights = gl.exp2(scores * exp_scale - gl.expand_dims(base - log_m, 1))
+        row_sum = gl.sum(weights, 1)
         if DROPOUT:
-            weights *= gl.where(kept(of_query, drawn_key(seed, key, block * BLOCK_K), threshold), keep_scale, 0.0)
+            key_hash = dropout_key_hash(seed, key, block * BLOCK_K)
+            weights *= gl.where(dropout_keeps(query_hash, key_hash, threshold), keep_scale, 0.0)
         weights = weights.to(KEPT)
         if turn > 0:  # by now the tile before has left its buffer
             tma.store_wait(0)
             mbarrier.arrive(q_empty.index((turn - 1) % Q_STAGES), count=1)
-        mixed = gl.zeros([ROWS, D], gl.float32, MIXED)
+        acc = gl.zeros([ROWS, D], gl.float32, ACC)
         for MASKED in gl.static_range(2):
             if MASKED:
                 begin, end = gl.maximum(num_full, 1), num
@@ -314,64 +339,63 @@ def _compute(
             for i in range(begin, end):
                 here, before = step + i, step + i - 1
                 if MASKED or HAS_CALL_MASK or ALIBI or DROPOUT:  # asked for now, read when the scores are there
-                    block = gl.load(indices + start + i // PER)
+                    block = gl.load(indices + start + i // TILES_PER_BLOCK)
                 if DILATED:
-                    multiplicity = gl.load(rule_ids + start + i // PER)
+                    multiplicity = gl.load(rule_ids + start + i // TILES_PER_BLOCK)
                 place, place_before = here % KV_STAGES, before % KV_STAGES
                 mbarrier.wait(k_ready.index(place), here // KV_STAGES & 1)
                 take_turn(WHO)
-                of_scores = warpgroup_mma(
+                pending_scores = warpgroup_mma(
                     q, k_buffers.index(place).permute((1, 0)), no_scores, use_acc=False, is_async=True
                 )
                 operand = gl.convert_layout(weights.to(dtype), WEIGHTS)
                 mbarrier.wait(v_ready.index(place_before), before // KV_STAGES & 1)
-                of_mixed = warpgroup_mma(operand, v_buffers.index(place_before), mixed, is_async=True)
+                pending_acc = warpgroup_mma(operand, v_buffers.index(place_before), acc, is_async=True)
                 hand_over(WHO)
-                scores = warpgroup_mma_wait(1, deps=[of_scores])
+                scores = warpgroup_mma_wait(1, deps=[pending_scores])
                 if NEGATIVE_SCALE:
                     scores = -scores
                 if HAS_SCORE_MODS or DROPOUT:
                     key = tokens_of(block, i, key_lane, walked, num_residues, BLOCK_K, TILE_K, DILATED)
                 if HAS_SCORE_MODS:
-                    scores = apply_score_mods(
-                        scores * scale, ahead_of(query, key, origin, seq_q, seq_k), slope, cap, SOFTCAP, ALIBI, False
-                    )[0]
+                    scores = scores * scale
+                    distance = signed_distance(query, key, origin, seq_q, seq_k)
+                    scores = apply_score_mods(scores, distance, slope, cap, SOFTCAP, ALIBI, False)[0]
                 if MASKED or HAS_CALL_MASK:  # noqa: SIM102
                     # Always so; but what is behind a branch is not computed early, to be kept until it is needed.
                     if start < stop:
                         key = tokens_of(block, i, key_lane, walked, num_residues, BLOCK_K, TILE_K, DILATED)
                         scores = _hide(
-                            scores, query, first, reach, key, start + i // PER, split, stop, sample, which,
-                            multiplicity, unit, rule_ids, rules, documents, branches, padding, document_ids,
-                            num_intervals, num_branches, seq_q, seq_k,
+                            scores, query, first, reach, key, start + i // TILES_PER_BLOCK, split, stop, sample,
+                            list_id, multiplicity, exp_scale, rule_ids, rules, documents, branches, padding,
+                            document_ids, num_intervals, num_branches, seq_q, seq_k,
                             not MASKED, HAS_RULE_IDS, ONE_INTERVAL, DOCUMENTS, PADDING, DOCUMENT_IDS, DILATED,
                         )  # fmt: skip
-                new_top = gl.maximum(top, row_max(scores) * unit)
-                base = new_top
+                new_max = gl.maximum(row_max, max_of_rows(scores) * exp_scale)
+                base = new_max
                 if MASKED or HAS_CALL_MASK:
-                    base = gl.where(new_top == float("-inf"), 0.0, new_top)
-                shrink = gl.exp2(top - base)
+                    base = gl.where(new_max == float("-inf"), 0.0, new_max)
+                shrink = gl.exp2(row_max - base)
                 if DILATED:
                     base = base - log_multiplicity(multiplicity, False)
-                weights = gl.exp2(scores * unit - gl.expand_dims(base, 1))
-                sums = sums * shrink + gl.sum(weights, 1)
+                weights = gl.exp2(scores * exp_scale - gl.expand_dims(base, 1))
+                row_sum = row_sum * shrink + gl.sum(weights, 1)
                 if DROPOUT:
-                    weights *= gl.where(
-                        kept(of_query, drawn_key(seed, key, block * BLOCK_K), threshold), keep_scale, 0.0
-                    )
-                top = new_top
-                mixed, operand = warpgroup_mma_wait(0, deps=[of_mixed, operand])
+                    key_hash = dropout_key_hash(seed, key, block * BLOCK_K)
+                    weights *= gl.where(dropout_keeps(query_hash, key_hash, threshold), keep_scale, 0.0)
+                row_max = new_max
+                acc, operand = warpgroup_mma_wait(0, deps=[pending_acc, operand])
                 mbarrier.arrive(k_empty.index(place), count=1)
                 mbarrier.arrive(v_empty.index(place_before), count=1)
                 weights = weights.to(KEPT)
-                mixed = mixed * gl.expand_dims(gl.convert_layout(shrink, gl.SliceLayout(1, MIXED)), 1)
+                acc = acc * gl.expand_dims(gl.convert_layout(shrink, gl.SliceLayout(1, ACC)), 1)
 
         last = step + num - 1
         step += num
         operand = gl.convert_layout(weights.to(dtype), WEIGHTS)
         mbarrier.wait(v_ready.index(last % KV_STAGES), last // KV_STAGES & 1)
         take_turn(WHO)
-        of_mixed = warpgroup_mma(operand, v_buffers.index(last % KV_STAGES), mixed, is_async=True)
+        pending_acc = warpgroup_mma(operand, v_buffers.index(last % KV_STAGES), acc, is_async=True)
         next_turn = turn + 1
         if next_turn < turns:
             mbarrier.wait(q_ready.index(next_turn % Q_STAGES), next_turn // Q_STAGES & 1)
@@ -382,16 +406,16 @@ def _compute(
             no_scores, use_acc=False, is_async=True,
         )  # fmt: skip
         hand_over(WHO)
-        mixed = warpgroup_mma_wait(1, deps=[of_mixed])
+        acc = warpgroup_mma_wait(1, deps=[pending_acc])
         mbarrier.arrive(v_empty.index(last % KV_STAGES), count=1)
 
-        empty = sums == 0.0
-        inverse = 1.0 / gl.where(empty, 1.0, sums)
-        mixed = mixed * gl.expand_dims(gl.convert_layout(inverse, gl.SliceLayout(1, MIXED)), 1)
-        q.store(mixed.to(dtype))  # these queries have served; no other warpgroup reads them
+        empty = row_sum == 0.0
+        inverse = 1.0 / gl.where(empty, 1.0, row_sum)
+        acc = acc * gl.expand_dims(gl.convert_layout(inverse, gl.SliceLayout(1, ACC)), 1)
+        q.store(acc.to(dtype))  # these queries have served; no other warpgroup reads them
         fence_async_shared()
         store_block(out, [sample, query_from + WHO * ROWS, (residue * heads + head) * D], as_block(q, out))
-        row_lse = gl.where(empty, float("-inf"), (top + gl.log2(sums)) * 0.6931471805599453)
+        row_lse = gl.where(empty, float("-inf"), (row_max + gl.log2(row_sum)) * 0.6931471805599453)
         gl.store(lse + (sample.to(gl.int64) * heads + head) * seq_q + row, row_lse, mask=row < seq_q)
         sample, head, residue, query_from = next_sample, next_head, next_residue, next_query
         start, split, stop = next_start, next_split, next_stop
@@ -434,7 +458,7 @@ def pairs_seen(
 
 
 @gluon.jit
-def row_max(x):
+def max_of_rows(x):
     """The largest of each row; halves against each other first: one long chain of maxima would wait for itself."""
     wide = x
     for _ in gl.static_range(4 if x.shape[1] == 128 else 3):  # until a thread has two numbers
@@ -453,7 +477,7 @@ def tokens_of(block, i, lane, walked, num_residues, BLOCK: gl.constexpr, TILE: g
 
 @gluon.jit
 def _hide(
-    scores, query, first, reach, key, entry, split, stop, sample, which, multiplicity, scale,
+    scores, query, first, reach, key, entry, split, stop, sample, list_id, multiplicity, scale,
     rule_ids, rules, documents, branches, padding, document_ids, num_intervals, num_branches, seq_q, seq_k,
     ANY: gl.constexpr, HAS_RULE_IDS: gl.constexpr, ONE_INTERVAL: gl.constexpr, DOCUMENTS: gl.constexpr,
     PADDING: gl.constexpr, DOCUMENT_IDS: gl.constexpr, DILATED: gl.constexpr,
@@ -468,7 +492,7 @@ def _hide(
     scores = gl.where(seen, scores, float("-inf"))
     if DILATED == 2:
         scores = add_pair_multiplicity(
-            scores, multiplicity, query, key, which, branches, num_branches, seq_q, seq_k, scale, False
+            scores, multiplicity, query, key, list_id, branches, num_branches, seq_q, seq_k, scale, False
         )
     return scores
 
@@ -483,7 +507,7 @@ VARYING_STEPS = (
 def forward_kernel(
     q, k, v, out, lse,
     indices, rule_ids, work, rules, documents, branches, padding, document_ids, seed, slopes,
-    heads, group, seq_q, seq_k, num_blocks, lists_a_sample, heads_a_list, num_intervals, num_branches, num_residues,
+    heads, group, seq_q, seq_k, num_blocks, lists_per_sample, heads_per_list, num_intervals, num_branches, num_residues,
     total_tiles, tiles_per_head, first_tile, tile_order, walked, q_step, k_step, v_step,
     scale, cap, threshold, keep_scale,
     D: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, TILE_K: gl.constexpr,
@@ -518,7 +542,7 @@ def forward_kernel(
     masks = (rule_ids, rules, documents, branches, padding, document_ids, seed, slopes)
     steps = (q_step, k_step, v_step)
     lists = (
-        indices, work, heads, group, num_blocks, lists_a_sample, heads_a_list,
+        indices, work, heads, group, num_blocks, lists_per_sample, heads_per_list,
         (total_tiles, tiles_per_head, first_tile, tile_order), num_residues, walked, steps,
     )  # fmt: skip
     numbers = (seq_q, seq_k, num_intervals, num_branches, scale, cap, threshold, keep_scale)

@@ -129,7 +129,8 @@ class Call:
         layout: BlockLayout,
         options: CallOptions,
     ) -> None:
-        self.q, self.k, self.v, self.layout, self.scale = rows(q), rows(k), rows(v), layout, options.scale
+        self.q, self.k, self.v = contiguous_rows(q), contiguous_rows(k), contiguous_rows(v)
+        self.layout, self.scale = layout, options.scale
         self.as_given = self.q is q and self.k is k and self.v is v  # no tensor had to be copied
         self.launches: list[launcher.Launched | None] = []
         self.batch, self.seq_q, self.heads, self.head_dim = q.shape
@@ -139,14 +140,14 @@ class Call:
         self.tma, self.hopper, self.configs = _device(q.device, self.padded, q.dtype.itemsize)
         lists = layout.num_heads or 1
         self.own_lists = lists > self.heads_kv  # query heads of a key head follow different ones
-        nothing, padding, ids = layout.by_query.offsets, options.key_padding_mask, options.document_ids
+        unused, padding, ids = layout.by_query.offsets, options.key_padding_mask, options.document_ids
         self.masks = (
             layout.rules,
             layout.documents,
             layout.branches,
-            nothing if padding is None else padding.contiguous().view(torch.uint8),
-            nothing if ids is None else ids.contiguous(),
-            nothing if options.seed is None else options.seed,
+            unused if padding is None else padding.contiguous().view(torch.uint8),
+            unused if ids is None else ids.contiguous(),
+            unused if options.seed is None else options.seed,
         )
         self.sizes = (self.heads, self.group, layout.seq_q, layout.seq_k)
         self.list_sizes = (
@@ -157,11 +158,11 @@ class Call:
             layout.num_residues,
         )
         base_e = q.dtype == torch.float32  # else scores are in units of log2
-        per_unit = 1.0 if base_e else math.log2(math.e)
-        self.cap = options.softcap * per_unit
-        self.slopes = nothing if options.alibi_slopes is None else options.alibi_slopes * per_unit
+        units_per_nat = 1.0 if base_e else math.log2(math.e)
+        self.cap = options.softcap * units_per_nat
+        self.slopes = unused if options.alibi_slopes is None else options.alibi_slopes * units_per_nat
         # A scale of 0 would make NaN of −inf; this small one leaves the scores 0 all the same.
-        self.units = max(abs(options.scale) * per_unit, 1e-30)
+        self.exp_scale = max(abs(options.scale) * units_per_nat, 1e-30)
         self.dropout = round(options.dropout_p * 2**32), 1.0 / (1.0 - options.dropout_p)
         self.flags: dict[str, Any] = {
             "D": self.head_dim,
@@ -190,22 +191,22 @@ class Call:
         if not hashes and self._on_hopper(self.layout.block_q, self.layout.block_k, q, k, v, out):
             self._hopper_forward(out, lse)
             return out, lse
-        grid, owned, config = self._by_queries(self.configs.forward)
-        if self._few(owned["TILE_Q"] * owned["PACK"], config.tile_q):
+        grid, owned, config = self._query_grid(self.configs.forward)
+        if self._has_few_rows(owned["TILE_Q"] * owned["PACK"], config.tile_q):
             config = FEW_ROWS.forward
         tma, (keys, values) = self._walked(config.tile_k, self.layout.block_k, k, v)
         self._launch(
             forward_kernel, grid, (q, keys, values, out, lse, *self._by_query(), *self.masks, self.slopes),
-            (*_strides(q, k, v), *self.sizes, self.layout.num_q_blocks, *self.list_sizes, self.units, self.cap,
+            (*_strides(q, k, v), *self.sizes, self.layout.num_q_blocks, *self.list_sizes, self.exp_scale, self.cap,
              *self.dropout),
-            **self.flags, **owned, TILE_K=config.tile_k, TMA=tma, **_effort(config),
+            **self.flags, **owned, TILE_K=config.tile_k, TMA=tma, **_launch_options(config),
         )  # fmt: skip
         return out, lse
 
     def backward(self, do: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor) -> tuple[Grads, Rows]:
         """dq, dk and dv, and the numbers of rows that the kernels took."""
         q, k, v, layout, given = self.q, self.k, self.v, self.layout, (do, dlse, out, lse)
-        do = rows(do)
+        do = contiguous_rows(do)
         out, lse = out.contiguous(), lse.contiguous()  # a ring gives parts of its own
         dlse = None if dlse is None else dlse.contiguous()
         self.as_given &= all(map(operator.is_, given, (do, dlse, out, lse)))
@@ -231,7 +232,7 @@ class Call:
     def _launch(self, *args: Any, **constants: Any) -> None:
         self.launches.append(launcher.launch(*args, **constants))
 
-    def _few(self, own_rows: int, usual: int) -> bool:
+    def _has_few_rows(self, own_rows: int, usual: int) -> bool:
         """Whether a tile has few rows because blocks are small."""
         return own_rows < 64 <= usual and self.q.dtype.itemsize == 2
 
@@ -239,31 +240,33 @@ class Call:
         q, k, v, layout = self.q, self.k, self.v, self.layout
         tile_k = min(self.configs.dkv.tile_k, layout.block_k)
         config = for_rows(self.configs.dkv, tile_k)
-        if self.padded <= 64 and self._few(tile_k, config.tile_k):
+        if self.padded <= 64 and self._has_few_rows(tile_k, config.tile_k):
             config = FEW_ROWS.dkv
         tma, (queries, grads) = self._walked(config.tile_q, layout.block_q, q, do)
         self._launch(
             dkv_kernel, (layout.num_k_blocks * (layout.block_k // tile_k) * self.batch * self.heads_kv,),
             (queries, k, v, grads, *of_rows[1:], dk, dv, *layout.by_key.tensors(), layout.key_work,
              *self.masks, self.slopes),
-            (*_strides(q, k, v, do), *self.sizes, layout.num_k_blocks, *self.list_sizes, self.units, self.scale,
+            (*_strides(q, k, v, do), *self.sizes, layout.num_k_blocks, *self.list_sizes, self.exp_scale,
+            self.scale,
              self.cap, *self.dropout),
-            **self.flags, TILE_Q=config.tile_q, TILE_K=tile_k, PACK=1, TMA=tma, **_effort(config),
+            **self.flags, TILE_Q=config.tile_q, TILE_K=tile_k, PACK=1, TMA=tma, **_launch_options(config),
         )  # fmt: skip
 
     def _plain_dq(self, do: Tensor, of_rows: Rows, dq: Tensor) -> None:
         q, k, v, layout = self.q, self.k, self.v, self.layout
-        grid, owned, config = self._by_queries(self.configs.dq)
+        grid, owned, config = self._query_grid(self.configs.dq)
         own_rows = owned["TILE_Q"] * owned["PACK"]
-        if self.padded <= 64 and self._few(own_rows, config.tile_q):
+        if self.padded <= 64 and self._has_few_rows(own_rows, config.tile_q):
             config = FEW_ROWS.dq._replace(tile_k=own_rows)
         tma, (keys, values) = self._walked(config.tile_k, layout.block_k, k, v)
         self._launch(
             dq_kernel, grid,
             (q, keys, values, do, *of_rows[1:], dq, *self._by_query(), *self.masks, self.slopes),
-            (*_strides(q, k, v, do), *self.sizes, layout.num_q_blocks, *self.list_sizes, self.units, self.scale,
+            (*_strides(q, k, v, do), *self.sizes, layout.num_q_blocks, *self.list_sizes, self.exp_scale,
+            self.scale,
              self.cap, *self.dropout),
-            **self.flags, **owned, TILE_K=config.tile_k, TMA=tma, **_effort(config),
+            **self.flags, **owned, TILE_K=config.tile_k, TMA=tma, **_launch_options(config),
         )  # fmt: skip
 
     def _on_hopper(self, own_block: int, block: int, *tensors: Tensor) -> bool:
@@ -272,7 +275,7 @@ class Call:
         # The copy engine reaches the tokens of a residue class where all classes are equally long.
         num_residues = self.layout.num_residues
         fits = fits and self.layout.seq_q % num_residues == 0 and self.layout.seq_k % num_residues == 0
-        return self.hopper and fits and all(map(_can_be_described, tensors))
+        return self.hopper and fits and all(map(_tma_compatible, tensors))
 
     def _hopper_forward(self, out: Tensor, lse: Tensor) -> None:
         layout = self.layout
@@ -285,7 +288,7 @@ class Call:
                 (*described, lse, *self._by_query(), *self.masks, self.slopes),
                 (*self.sizes, layout.num_q_blocks, *self.list_sizes, *schedule,
                  layout.num_k_blocks // layout.num_residues, *(x.stride(1) for x in (self.q, self.k, self.v)),
-                 self.units, self.cap, *self.dropout),
+                 self.exp_scale, self.cap, *self.dropout),
                 **self._hopper_flags(), TILE_K=tile_k, Q_STAGES=q_stages, KV_STAGES=kv_stages,
                 num_warps=4, maxnreg=168,
             )  # fmt: skip
@@ -313,7 +316,7 @@ class Call:
                 hopper_backward.backward_kernel, (programs,),
                 (*described, *of_rows[1:], dq, dk, dv, *lists.tensors(), work, *self.masks, self.slopes),
                 (self.batch, *self.sizes, num_blocks, *self.list_sizes, *schedule, walked // layout.num_residues,
-                 *(x.stride(1) for x in inputs), self.units, self.scale, self.cap, *self.dropout),
+                 *(x.stride(1) for x in inputs), self.exp_scale, self.scale, self.cap, *self.dropout),
                 **self._hopper_flags(), STREAM=stream, NUM_STAGES=num_stages, OWN_LISTS=self.own_lists, OF_KEYS=of_keys,
                 num_warps=4, maxnreg=168,
             )  # fmt: skip
@@ -334,7 +337,7 @@ class Call:
     def _by_query(self) -> list[Tensor]:
         return [*self.layout.by_query.tensors()[2:], self.layout.query_work]
 
-    def _by_queries(self, config: Config) -> tuple[tuple[int], dict[str, int], Config]:
+    def _query_grid(self, config: Config) -> tuple[tuple[int], dict[str, int], Config]:
         """The grid of a kernel whose programs own queries, and what each owns: small blocks take heads together."""
         tile = min(config.tile_q, self.layout.block_q)
         even = self.group & -self.group
@@ -346,10 +349,10 @@ class Call:
     def _walked(self, tile: int, block: int, *tensors: Tensor) -> tuple[bool, list[Any]]:
         """Tensors that a program walks in tiles: descriptors for the copy engine where all of them allow it."""
         tma = self.tma and tile <= block and self.head_dim == self.padded and self.layout.num_residues == 1
-        tma = tma and all(map(_can_be_described, tensors))
+        tma = tma and all(map(_tma_compatible, tensors))
         if not tma:
             return False, list(tensors)
-        return True, [_describe(x, tile) for x in tensors]
+        return True, [_tma_descriptor(x, tile) for x in tensors]
 
 
 def _results(q: Tensor) -> tuple[Tensor, Tensor]:
@@ -371,19 +374,19 @@ def precision_of(dtype: torch.dtype) -> str:
     return "tf32" if dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32" else "tf32x3"
 
 
-def rows(x: Tensor) -> Tensor:
+def contiguous_rows(x: Tensor) -> Tensor:
     """The kernels read rows of a head: only the last dimension must lie together."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _describe(x: Tensor, tile: int) -> TensorDescriptor:
+def _tma_descriptor(x: Tensor, tile: int) -> TensorDescriptor:
     batch, seq, heads, head_dim = x.shape
     return TensorDescriptor(
         x, [batch, seq, heads * head_dim], [x.stride(0), x.stride(1), 1], [1, tile, head_dim], padding="zero"
     )
 
 
-def _can_be_described(x: Tensor) -> bool:
+def _tma_compatible(x: Tensor) -> bool:
     """The copy engine takes heads side by side, and steps and addresses of 16 bytes."""
     whole, (of_sample, of_token, of_head, _) = 16 // x.dtype.itemsize, x.stride()
     steps = of_sample > 0 and of_token > 0 and of_sample % whole == 0 and of_token % whole == 0
@@ -394,7 +397,7 @@ def _strides(*tensors: Tensor) -> tuple[int, ...]:
     return tuple(stride for x in tensors for stride in x.stride()[:3])
 
 
-def _effort(config: Config) -> dict[str, int]:
+def _launch_options(config: Config) -> dict[str, int]:
     return {"num_warps": config.num_warps, "num_stages": config.num_stages}
 
 

@@ -27,12 +27,11 @@ from ..layout.lists import neighbourhood
 from ..patterns.blocks import ceil_div
 from .common import LOG2E, load_rows
 from .configs import padded_dim
-from .launch import num_processors, precision_of
-from .launch import rows as rows_of
+from .launch import contiguous_rows, num_processors, precision_of
 from .launcher import Launched, launch, like, repeat
 
 # Rows or columns of a block that a tile must hold.
-MOST_PARTS = 64
+MAX_PARTS = 64
 TILE_COLUMNS = tl.constexpr(64)
 ROW_BYTES = 512  # of a row or column; with the tiles they must fit the shared memory of any GPU
 POOLED_AT_ONCE = tl.constexpr(32)  # tokens
@@ -58,14 +57,14 @@ def pool(
     sample, first = (place // units).to(tl.int64), place % units * PATCHES
     lane = tl.arange(0, PATCHES * SPREAD)
     begin = (first + lane // SPREAD) * PATCH + lane % SPREAD
-    total = tl.zeros([PATCHES * SPREAD, PADDED_D], tl.float32)
+    acc = tl.zeros([PATCHES * SPREAD, PADDED_D], tl.float32)
     for i in tl.static_range(0, PATCH, SPREAD):
-        total += load_rows(x + sample * x_b + head.to(tl.int64) * x_h, begin + i, x_s, begin + i < seq, D, PADDED_D)
+        acc += load_rows(x + sample * x_b + head.to(tl.int64) * x_h, begin + i, x_s, begin + i < seq, D, PADDED_D)
     if SPREAD > 1:
-        total = tl.sum(tl.reshape(total, PATCHES, SPREAD, PADDED_D), 1)
+        acc = tl.sum(tl.reshape(acc, PATCHES, SPREAD, PADDED_D), 1)
     patch = first + tl.arange(0, PATCHES)
-    real = tl.maximum(tl.minimum(seq - patch * PATCH, PATCH), 1)
-    mean = total / real.to(tl.float32)[:, None] * scale
+    num_valid = tl.maximum(tl.minimum(seq - patch * PATCH, PATCH), 1)
+    mean = acc / num_valid.to(tl.float32)[:, None] * scale
     at = ((sample * heads + head) * num_patches + patch)[:, None] * PADDED_D + tl.arange(0, PADDED_D)
     tl.store(out + at, mean.to(out.dtype.element_ty), mask=(patch < num_patches)[:, None])
 
@@ -98,7 +97,7 @@ def sum_at(masses, scratch, row, lane, block, num_k, TILE_ROWS: tl.constexpr, RO
     return at
 
 
-@triton.jit(do_not_specialize=["heads", "group", "seq_q", "seq_k", "num_q", "num_k", "num_columns", "tiles", "total"])
+@triton.jit(do_not_specialize=["heads", "group", "seq_q", "seq_k", "num_q", "num_k", "num_columns", "tiles"])
 def masses_kernel(
     rows, columns, masses, scratch, heads, group, seq_q, seq_k, num_q, num_k, tiles,
     PADDED_D: tl.constexpr, PATCH_Q: tl.constexpr, PATCH_K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -108,18 +107,18 @@ def masses_kernel(
     `heads` are those of all samples.
 
     The walk leaves log2 Σ 2^score for every (row, key block): in the place of the masses where a query block has one
-    row, else in the program's own part of `scratch`. A second walk, along these, divides by the totals of the rows.
+    row, else in the program's own part of `scratch`. A second walk, along these, divides by the sums of the rows.
     """
     BLOCKS: tl.constexpr = TILE_COLUMNS // COLUMNS
     lane, dim = tl.arange(0, TILE_ROWS), tl.arange(0, PADDED_D)
     within = tl.arange(0, TILE_COLUMNS)[None, :] * PADDED_D + dim[:, None]
     a_tile = tl.full([], TILE_COLUMNS * PADDED_D, tl.int64)
     scratch += tl.program_id(0).to(tl.int64) * num_k * TILE_ROWS
-    programs, total = tl.num_programs(0), heads * tiles
-    for place in range(tl.program_id(0), total, programs):
-        # The longest tiles first, dealt out there and back: all programs get about as much.
+    programs, total_tiles = tl.num_programs(0), heads * tiles
+    for place in range(tl.program_id(0), total_tiles, programs):
+        # The longest tiles first, forwards and backwards in turn: all programs get about as much.
         turn = place // programs
-        back = (turn % 2 == 1) & ((turn + 1) * programs <= total)
+        back = (turn % 2 == 1) & ((turn + 1) * programs <= total_tiles)
         unit = tl.where(back, (2 * turn + 1) * programs - 1 - place, place)
         head, tile = unit % heads, tiles - 1 - unit // heads
         num_rows = (num_q * ROWS).to(tl.int64)
@@ -134,8 +133,8 @@ def masses_kernel(
         num_clear = tl.minimum(fewest, seq_k) // (TILE_COLUMNS * PATCH_K)
         num_tiles = tl.cdiv(most, TILE_COLUMNS * PATCH_K)
 
-        top = tl.full([TILE_ROWS], float("-inf"), tl.float32)
-        sum_of_row = tl.zeros([TILE_ROWS], tl.float32)
+        row_max = tl.full([TILE_ROWS], float("-inf"), tl.float32)
+        row_sum = tl.zeros([TILE_ROWS], tl.float32)
         keys_at = columns + (head // group) * (num_k * COLUMNS).to(tl.int64) * PADDED_D
         for MASKED in tl.static_range(2):
             for i in range(num_clear if MASKED else 0, num_tiles if MASKED else num_clear):
@@ -146,7 +145,7 @@ def masses_kernel(
                     begin = column * PATCH_K
                     in_column = tl.minimum(seq_k - begin, PATCH_K)
                     count = tl.maximum(tl.minimum(sees[:, None] - begin[None, :], in_column[None, :]), 0)
-                    times = count.to(tl.float32) / PATCH_K
+                    visible_share = count.to(tl.float32) / PATCH_K
                     scores = tl.where(count > 0, scores, float("-inf"))
                 if COLUMNS > 1:
                     parts = tl.reshape(scores, TILE_ROWS, BLOCKS, COLUMNS)
@@ -155,22 +154,22 @@ def masses_kernel(
                         high = tl.where(high == float("-inf"), 0.0, high)
                     terms = tl.exp2(parts - high[:, :, None])
                     if MASKED:
-                        terms *= tl.reshape(times, TILE_ROWS, BLOCKS, COLUMNS)
-                    of_block = high + tl.log2(tl.sum(terms, 2))
+                        terms *= tl.reshape(visible_share, TILE_ROWS, BLOCKS, COLUMNS)
+                    block_lse = high + tl.log2(tl.sum(terms, 2))
                 elif MASKED:
-                    of_block = scores + tl.log2(times)
+                    block_lse = scores + tl.log2(visible_share)
                 else:
-                    of_block = scores
-                new_top = tl.maximum(top, tl.max(of_block, 1))
-                base = tl.where(new_top == float("-inf"), 0.0, new_top)
-                sum_of_row = sum_of_row * tl.exp2(top - base) + tl.sum(tl.exp2(of_block - base[:, None]), 1)
-                top = new_top
+                    block_lse = scores
+                new_max = tl.maximum(row_max, tl.max(block_lse, 1))
+                base = tl.where(new_max == float("-inf"), 0.0, new_max)
+                row_sum = row_sum * tl.exp2(row_max - base) + tl.sum(tl.exp2(block_lse - base[:, None]), 1)
+                row_max = new_max
                 block = (tl.arange(0, BLOCKS) + i * BLOCKS)[None, :]
                 sums = sum_at(masses, scratch, row_at[:, None], lane[:, None], block, num_k, TILE_ROWS, ROWS)
-                tl.store(sums, of_block, mask=(row < num_rows)[:, None] & (block < num_k))
+                tl.store(sums, block_lse, mask=(row < num_rows)[:, None] & (block < num_k))
 
         tl.debug_barrier()
-        of_row = tl.where(sum_of_row == 0.0, 0.0, top + tl.log2(sum_of_row))
+        row_lse = tl.where(row_sum == 0.0, 0.0, row_max + tl.log2(row_sum))
         in_block = tl.minimum(seq_q - row // ROWS * (ROWS * PATCH_Q), ROWS * PATCH_Q)
         share = in_row.to(tl.float32) / tl.maximum(in_block, 1).to(tl.float32)
         query_block = tile * (TILE_ROWS // ROWS) + tl.arange(0, TILE_ROWS // ROWS)
@@ -178,8 +177,8 @@ def masses_kernel(
         for start in range(0, num_k, TILE_BLOCKS):
             own = (start + tl.arange(0, TILE_BLOCKS))[:, None]
             sums = sum_at(masses, scratch, row_at[None, :], lane[None, :], own, num_k, TILE_ROWS, ROWS)
-            there = (own < num_seen) & (row < num_rows)[None, :]
-            weights = tl.exp2(tl.load(sums, mask=there, other=float("-inf")) - of_row[None, :]) * share[None, :]
+            valid = (own < num_seen) & (row < num_rows)[None, :]
+            weights = tl.exp2(tl.load(sums, mask=valid, other=float("-inf")) - row_lse[None, :]) * share[None, :]
             if ROWS > 1:
                 weights = tl.sum(tl.reshape(weights, TILE_BLOCKS, TILE_ROWS // ROWS, ROWS), 2)
             at = (head * num_rows // ROWS + query_block)[None, :] * num_k + own
@@ -193,11 +192,11 @@ def weights_at(masses, forced, row, query, column, end, num_k):
 
     `row`, `query` and `end` are columns of a tile, or numbers; `column` is its row.
     """
-    there = column < end
-    mass = tl.load(masses + row.to(tl.int64) * num_k + column, mask=there, other=0.0)
-    is_forced = tl.load(forced + query.to(tl.int64) * num_k + column, mask=there, other=0) != 0
+    valid = column < end
+    mass = tl.load(masses + row.to(tl.int64) * num_k + column, mask=valid, other=0.0)
+    is_forced = tl.load(forced + query.to(tl.int64) * num_k + column, mask=valid, other=0) != 0
     bits = tl.minimum(mass.to(tl.int32, bitcast=True) & 0x7FFFFFFF, FORCED - 1)
-    return tl.where(there, tl.where(is_forced, FORCED, bits), -1)
+    return tl.where(valid, tl.where(is_forced, FORCED, bits), -1)
 
 
 @triton.jit
@@ -264,23 +263,23 @@ def teams_kernel(
         equal += tl.sum((weights == threshold).to(tl.int32), 1)
     before = tl.cumsum(equal, 0) - equal
     allowed = tl.minimum(tl.maximum(wanted - before, 0), equal)
-    there = head < num_heads
-    tl.store(found + row, threshold + head * 0, mask=there)
-    tl.store(found + num_rows + row, heavier, mask=there)
-    tl.store(found + 2 * num_rows + row, allowed, mask=there)
+    valid = head < num_heads
+    tl.store(found + row, threshold + head * 0, mask=valid)
+    tl.store(found + num_rows + row, heavier, mask=valid)
+    tl.store(found + 2 * num_rows + row, allowed, mask=valid)
 
 
-@triton.jit(do_not_specialize=["wanted", "rows_a_sample", "num_q", "num_k"])
+@triton.jit(do_not_specialize=["wanted", "rows_per_sample", "num_q", "num_k"])
 def digits_kernel(
-    masses, forced, ends, counts, wanted, rows_a_sample, num_q, num_k,
+    masses, forced, ends, counts, wanted, rows_per_sample, num_q, num_k,
     DIGIT: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """A few rows of a sample: how often each value of a digit occurs among weights that may still be the last kept."""
     sample, batch = tl.program_id(1), tl.num_programs(1)
     prefix, _ = narrowed_by(counts, sample, batch, wanted, DIGIT)
     place = tl.program_id(0) * GROUP + tl.arange(0, GROUP)
-    row, query = sample * rows_a_sample + place, place % num_q
-    end = tl.load(ends + query, mask=place < rows_a_sample, other=0)
+    row, query = sample * rows_per_sample + place, place % num_q
+    end = tl.load(ends + query, mask=place < rows_per_sample, other=0)
     mine = tl.zeros([BINS], tl.int32)
     for start in range(0, tl.max(end, 0), TILE):
         column = start + tl.arange(0, TILE)[None, :]
@@ -290,32 +289,32 @@ def digits_kernel(
     tl.atomic_add(at, mine, mask=mine > 0, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["wanted", "num_rows", "rows_a_sample", "num_q", "num_k"])
+@triton.jit(do_not_specialize=["wanted", "num_rows", "rows_per_sample", "num_q", "num_k"])
 def counts_kernel(
-    masses, forced, ends, counts, found, wanted, num_rows, rows_a_sample, num_q, num_k,
+    masses, forced, ends, counts, found, wanted, num_rows, rows_per_sample, num_q, num_k,
     GROUP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """As the end of `teams_kernel`, but with all blocks that are as heavy: whose turn it is, the rows before decide."""
     sample, batch = tl.program_id(1), tl.num_programs(1)
     threshold, _ = narrowed_by(counts, sample, batch, wanted, DIGITS)
     place = tl.program_id(0) * GROUP + tl.arange(0, GROUP)
-    row, query = sample * rows_a_sample + place, place % num_q
-    there = place < rows_a_sample
-    end = tl.load(ends + query, mask=there, other=0)
+    row, query = sample * rows_per_sample + place, place % num_q
+    valid = place < rows_per_sample
+    end = tl.load(ends + query, mask=valid, other=0)
     heavier, equal = tl.zeros([GROUP], tl.int32), tl.zeros([GROUP], tl.int32)
     for start in range(0, tl.max(end, 0), TILE):
         column = start + tl.arange(0, TILE)[None, :]
         weights = weights_at(masses, forced, row[:, None], query[:, None], column, end[:, None], num_k)
         heavier += tl.sum((weights > threshold).to(tl.int32), 1)
         equal += tl.sum((weights == threshold).to(tl.int32), 1)
-    tl.store(found + row, threshold + place * 0, mask=there)
-    tl.store(found + num_rows + row, heavier, mask=there)
-    tl.store(found + 2 * num_rows + row, equal, mask=there)
+    tl.store(found + row, threshold + place * 0, mask=valid)
+    tl.store(found + num_rows + row, heavier, mask=valid)
+    tl.store(found + 2 * num_rows + row, equal, mask=valid)
 
 
-@triton.jit(do_not_specialize=["wanted", "num_rows", "rows_a_sample", "batch"])
+@triton.jit(do_not_specialize=["wanted", "num_rows", "rows_per_sample", "batch"])
 def offsets_kernel(
-    found, counts, offsets, wanted, num_rows, rows_a_sample, batch, SHARED: tl.constexpr, TILE: tl.constexpr
+    found, counts, offsets, wanted, num_rows, rows_per_sample, batch, SHARED: tl.constexpr, TILE: tl.constexpr
 ):
     """One program: the rows one after another, and with a SHARED budget what each keeps of the equally heavy blocks."""
     done = batch * 0
@@ -324,18 +323,18 @@ def offsets_kernel(
         left = wanted
         if SHARED:
             _, left = narrowed_by(counts, sample, batch, wanted, DIGITS)
-        for start in range(0, rows_a_sample, TILE):
+        for start in range(0, rows_per_sample, TILE):
             place = start + tl.arange(0, TILE)
-            row, there = sample * rows_a_sample + place, place < rows_a_sample
-            kept = tl.load(found + num_rows + row, mask=there, other=0)
-            equal = tl.load(found + 2 * num_rows + row, mask=there, other=0)
+            row, valid = sample * rows_per_sample + place, place < rows_per_sample
+            kept = tl.load(found + num_rows + row, mask=valid, other=0)
+            equal = tl.load(found + 2 * num_rows + row, mask=valid, other=0)
             if SHARED:
                 allowed = tl.minimum(tl.maximum(left - (tl.cumsum(equal, 0) - equal), 0), equal)
-                tl.store(found + 2 * num_rows + row, allowed, mask=there)
+                tl.store(found + 2 * num_rows + row, allowed, mask=valid)
                 left -= tl.sum(equal, 0)
                 equal = allowed
             kept += equal
-            tl.store(offsets + 1 + row, done + tl.cumsum(kept, 0), mask=there)
+            tl.store(offsets + 1 + row, done + tl.cumsum(kept, 0), mask=valid)
             done += tl.sum(kept, 0)
 
 
@@ -343,9 +342,9 @@ def offsets_kernel(
 def lengths_near(offsets, start, num_q, NEAR: tl.constexpr):
     """How many blocks the rows of a neighbourhood have, −1 where there is no row, and whether there is one."""
     row = start + tl.arange(0, NEAR)
-    there = row < num_q
-    stop = tl.load(offsets + row + 1, mask=there, other=-1)
-    return stop - tl.load(offsets + row, mask=there, other=0), there
+    valid = row < num_q
+    stop = tl.load(offsets + row + 1, mask=valid, other=-1)
+    return stop - tl.load(offsets + row, mask=valid, other=0), valid
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_q", "num_k"])
@@ -374,12 +373,12 @@ def lists_kernel(
         split += tl.sum(tl.where(column <= full_up_to, kept, 0), 0)
     tl.store(splits + row, split)
     first_row, near = row - query, query // NEAR * NEAR
-    lengths, there = lengths_near(offsets + first_row, near, num_q, NEAR)
+    lengths, valid = lengths_near(offsets + first_row, near, num_q, NEAR)
     longest, other = tl.max(lengths, 0), near + tl.arange(0, NEAR)
     earlier = (lengths > stop - begin) | ((lengths == stop - begin) & (other < query))
-    before = tl.sum((earlier & there).to(tl.int32), 0)
+    before = tl.sum((earlier & valid).to(tl.int32), 0)
     for start in range(0, num_q, NEAR):
-        lengths, there = lengths_near(offsets + first_row, start, num_q, NEAR)
+        lengths, valid = lengths_near(offsets + first_row, start, num_q, NEAR)
         its_longest = tl.max(lengths, 0)
         if (its_longest > longest) | ((its_longest == longest) & (start < near)):
             before += tl.minimum(num_q - start, NEAR)
@@ -393,14 +392,14 @@ def lists_kernel(
 def can_pool(head_dim: int, dtype: torch.dtype, blocks: tuple[int, int], patch: tuple[int, int]) -> bool:
     """Whether `masses` has room for these patches of these blocks."""
     parts = [block // size for block, size in zip(blocks, patch, strict=True) if block % size == 0]
-    return padded_dim(head_dim) * dtype.itemsize <= ROW_BYTES and len(parts) == 2 and max(parts) <= MOST_PARTS
+    return padded_dim(head_dim) * dtype.itemsize <= ROW_BYTES and len(parts) == 2 and max(parts) <= MAX_PARTS
 
 
 def masses(
     q: Tensor, k: Tensor, blocks: tuple[int, int], patch: tuple[int, int], *, is_causal: bool, scale: float
 ) -> Tensor:
     """`ops.scores.estimated_masses` of `MeanPooled(*patch)`, without masks."""
-    q, k = rows_of(q), rows_of(k)
+    q, k = contiguous_rows(q), contiguous_rows(k)
     (batch, seq_q, heads, head_dim), (seq_k, heads_kv) = q.shape, k.shape[1:3]
     num_q, num_k = ceil_div(seq_q, blocks[0]), ceil_div(seq_k, blocks[1])
     of_q, of_k = blocks[0] // patch[0], blocks[1] // patch[1]
@@ -415,8 +414,8 @@ def masses(
     # Few rows are spread over many small tiles; large tiles read the columns less often.
     wide = padded * q.dtype.itemsize > ROW_BYTES // 2
     tile = max(of_q, min(32 * of_q, 64 if wide else 128))
-    effort = {"num_warps": 8, "maxnreg": 128} if tile == 128 else {"num_warps": 4}
-    effort["num_stages"] = (2 if wide else 3) - (q.dtype == torch.float32)  # whose products take more room
+    options = {"num_warps": 8, "maxnreg": 128} if tile == 128 else {"num_warps": 4}
+    options["num_stages"] = (2 if wide else 3) - (q.dtype == torch.float32)  # whose products take more room
     tiles = ceil_div(num_q * of_q, tile)
     programs, scratch = batch * heads * tiles, made
     if of_q > 1:
@@ -435,7 +434,7 @@ def masses(
             masses_kernel, (programs,), (rows, columns, made, scratch),
             (batch * heads, heads // heads_kv, seq_q, seq_k, num_q, num_k, tiles),
             PADDED_D=padded, PATCH_Q=patch[0], PATCH_K=patch[1], ROWS=of_q, COLUMNS=of_k,
-            TILE_ROWS=tile, TILE_BLOCKS=32, CAUSAL=is_causal, PRECISION=precision, **effort,
+            TILE_ROWS=tile, TILE_BLOCKS=32, CAUSAL=is_causal, PRECISION=precision, **options,
         )  # fmt: skip
         return [pooled, walked]
 
@@ -470,7 +469,7 @@ def lists(
     batch, num_heads, num_q, num_k = masses.shape
     num_rows = batch * num_heads * num_q
     masses, shared = masses.contiguous(), team == "sample"
-    rows_a_sample = num_heads * num_q
+    rows_per_sample = num_heads * num_q
 
     def ints(*shape: int) -> Tensor:
         return torch.empty(*shape, dtype=torch.int32, device=masses.device)
@@ -483,9 +482,9 @@ def lists(
         tensors.append(counts)
 
     def of_samples() -> list[Launched | None]:
-        data, grid = (masses, forced, ends, counts), (ceil_div(rows_a_sample, GROUP), batch)
+        data, grid = (masses, forced, ends, counts), (ceil_div(rows_per_sample, GROUP), batch)
         sizes: dict[str, Any] = {"GROUP": GROUP, "TILE": WEIGHTS // GROUP, "num_warps": 4}
-        numbers = rows_a_sample, num_q, num_k
+        numbers = rows_per_sample, num_q, num_k
         digits = range(DIGITS.value)
         counted = [launch(digits_kernel, grid, data, (places, *numbers), DIGIT=digit, **sizes) for digit in digits]
         return [*counted, launch(counts_kernel, grid, (*data, found), (places, num_rows, *numbers), **sizes)]
@@ -501,7 +500,7 @@ def lists(
         chosen = of_samples() if shared else of_rows()
         placed = launch(
             offsets_kernel, (1,), (found, counts, offsets),
-            (places, num_rows, rows_a_sample if shared else num_rows, batch if shared else 1),
+            (places, num_rows, rows_per_sample if shared else num_rows, batch if shared else 1),
             SHARED=shared, TILE=4096, num_warps=16,
         )  # fmt: skip
         listed = launch(
