@@ -17,14 +17,7 @@ from .distributed import (
     unshard_sequence,
 )
 from .layout import AttentionCost, BlockLayout, PersistentPatternCache, set_pattern_cache
-from .memory import (
-    AttentionBuffers,
-    BufferType,
-    MemoryPool,
-    max_sequence_length,
-    plan_memory,
-    recommend,
-)
+from .memory import AttentionBuffers, BufferType, MemoryPool
 from .models import LongNet, LongNetConfig, LongNetLM
 from .nn import (
     BlockGate,
@@ -85,6 +78,7 @@ from .patterns import (
     SparsePatternConfig,
     hierarchical,
 )
+from .planning import max_sequence_length, plan_memory, recommend
 
 __version__ = "0.1.0"
 
