@@ -9,17 +9,35 @@ from pathlib import Path
 import pytest
 
 import dilated_attention_pytorch as dap
-from dilated_attention_pytorch import compat
+from dilated_attention_pytorch import compat, memory, planning
 
 SOURCE = Path(dap.__file__).parent
 
 # A folder imports only from folders to its left (DESIGN: the way data flows).
-ORDER = ["patterns", "layout", "memory", "kernels", "backends", "ops", "distributed", "nn", "models"]
+ORDER = [
+    "patterns",
+    "layout",
+    "options",
+    "memory",
+    "kernels",
+    "backends",
+    "ops",
+    "distributed",
+    "planning",
+    "nn",
+    "models",
+]
 READERS = {
     "integrations": set(ORDER),
     "viz": {"patterns", "layout"},
     "testing": set(ORDER),
     "cli": {*ORDER, "viz", "testing"},
+}
+# What a function imports when it is called, although it lies to the right.
+LATER = {
+    ("memory", "planning"),  # public names that can be imported from either
+    ("memory", "backends"),  # how large the buffers of a call are, for `AttentionBuffers.preallocate_buffers`
+    ("ops", "viz"),  # `BlockSparseWeights.plot`
 }
 
 
@@ -80,28 +98,45 @@ def test_importing_loads_torch_and_nothing_else_heavy():
 
 
 def imports_of(path):
-    """Folders of the package that a file imports, at the top or inside functions."""
+    """Folders of the package that a file imports when it is loaded, and those that its functions import."""
     package = path.relative_to(SOURCE).parts[:-1]
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.level:
+    at_once, later = set(), set()
+
+    def look(node, found):
+        if isinstance(node, ast.FunctionDef) or (
+            isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        ):
+            found = later
+        elif isinstance(node, ast.ImportFrom) and node.level:
             base = package[: len(package) - node.level + 1]
             target = (*base, *(node.module.split(".") if node.module else ()))
             found |= {target[0]} if target else {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("dilated_attention_pytorch."):
             found.add(node.module.split(".")[1])
-    return found
+        for child in ast.iter_child_nodes(node):
+            look(child, found)
+
+    look(ast.parse(path.read_text()), at_once)
+    return at_once, later
 
 
 @pytest.mark.parametrize("folder", [*ORDER, *READERS])
 def test_a_file_imports_only_from_its_left(folder):
     allowed = {folder, *READERS.get(folder, ORDER[: ORDER.index(folder)] if folder in ORDER else ())}
-    if folder == "ops":
-        allowed.add("viz")  # BlockSparseWeights.plot, when it is called
-    files = list((SOURCE / folder).rglob("*.py"))
-    assert files
+    files = list((SOURCE / folder).rglob("*.py")) or [SOURCE / f"{folder}.py"]
     for path in files:
-        assert imports_of(path) <= allowed, path
+        at_once, later = imports_of(path)
+        assert at_once <= allowed, path
+        assert later <= allowed | {right for left, right in LATER if left == folder}, path
+
+
+def test_the_planner_can_be_imported_from_memory_too():
+    everything = {}
+    exec("from dilated_attention_pytorch.memory import *", everything)
+    for name in planning.__all__:
+        assert getattr(memory, name) is everything[name] is getattr(planning, name)
+    with pytest.raises(AttributeError, match=r"module 'dilated_attention_pytorch\.memory' has no attribute 'plan'"):
+        _ = memory.plan
 
 
 def test_only_kernels_import_triton():

@@ -17,7 +17,6 @@ from .distributed import (
     unshard_sequence,
 )
 from .layout import BlockLayout
-from .memory import max_sequence_length, plan_memory
 from .models import LongNet, LongNetConfig, LongNetLM
 from .nn import (
     BlockSparseAdaptive,
@@ -50,6 +49,7 @@ from .patterns import (
     RandomBlocks,
     SlidingWindow,
 )
+from .planning import max_sequence_length, plan_memory
 
 __version__ = "0.1.0"
 
@@ -92,7 +92,7 @@ __all__ = [
     "unshard_sequence",
 ]
 
-_MORE = ("patterns", "layout", "memory", "ops", "distributed", "nn", "models", "compat")
+_MORE = ("patterns", "layout", "memory", "ops", "planning", "distributed", "nn", "models", "compat")
 
 
 def __getattr__(name: str) -> object:

@@ -201,3 +201,10 @@ class Tiling:
             first=is_first,
             masked=self.masked or rule_ids is not None,
         )
+
+
+def largest_buffers(seq_len: int, head_dim: int) -> list[int]:
+    """Numbers in each of the largest buffers of a call with as many queries as keys, on a CPU."""
+    head = seq_len * head_dim
+    rows, scores = min(head, RANGE_COPIED), min(seq_len * seq_len, TILE_SCORES)
+    return [head, head, rows, rows, rows, scores, scores]  # keys, values, three of rows, scores and what they meet

@@ -12,9 +12,9 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from ..memory import AttentionConfig
 from ..models import LongNetConfig
 from ..patterns.naming import NAMES, form_of
+from ..planning import AttentionConfig
 from . import bench as bench_module
 from . import demo as demo_module
 from . import doctor as doctor_module

@@ -26,12 +26,12 @@ from urllib.parse import parse_qsl
 import torch
 from rich.console import Console
 
-from ..memory import AttentionConfig, Device, plan_memory
-from ..memory.devices import GPUS
-from ..memory.estimate import ListSize, lists_of_branches
+from ..memory.devices import GPUS, Device
 from ..patterns import Branches, Pattern
 from ..patterns.blocks import BLOCK_SIZES
 from ..patterns.naming import NAMES, form_of
+from ..planning import AttentionConfig, plan_memory
+from ..planning.estimate import ListSize, lists_of_branches
 from ..viz.memory import KIND_COLOURS
 from ..viz.states import picture
 from .call import BLOCK_SIZE, DTYPES, Call

@@ -9,9 +9,9 @@ from rich.console import Console
 from rich.table import Table
 
 from ..distributed import ring_cost
-from ..memory import AttentionConfig, Device, MemoryPlan, max_sequence_length, plan_memory, recommend
-from ..memory.devices import GIB, as_text
+from ..memory.devices import GIB, Device, as_text
 from ..patterns import Full, SparsePatternConfig
+from ..planning import AttentionConfig, MemoryPlan, max_sequence_length, plan_memory, recommend
 from .output import Document, FailedError, table
 
 # The seeds' variants; their figures, in GB, were measured on a GTX 1080.

@@ -1,10 +1,14 @@
-"""How much memory something takes: planned by arithmetic, measured, and used again."""
+"""Memory that is given out, used again and measured. What a call will take is `planning`'s to say."""
+
+from typing import TYPE_CHECKING, Any
 
 from .buffers import AttentionBuffers, BufferType, Strategy
 from .devices import GPUS, Device, available_memory
 from .meter import Peak, can_measure, measure_peak
-from .plan import AttentionConfig, MemoryPlan, Recommendation, max_sequence_length, plan_memory, recommend
 from .pool import MemoryPool, active_source, drawing_from, shared_pool
+
+if TYPE_CHECKING:
+    from ..planning import AttentionConfig, MemoryPlan, Recommendation, max_sequence_length, plan_memory, recommend
 
 __all__ = [
     "GPUS",
@@ -27,3 +31,12 @@ __all__ = [
     "recommend",
     "shared_pool",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """The names of `planning`, which imports this package, when they are asked for here."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from .. import planning
+
+    return getattr(planning, name)

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from ..patterns.base import check_flag, check_int
-from .estimate import RANGE_COPIED, TILE_SCORES
 from .pool import MemoryPool, shared_pool
 
 
@@ -141,10 +140,10 @@ class AttentionBuffers:
         if where.type != "cpu":
             self.get(BufferType.OUTPUT, (batch_size, seq_len, num_heads, head_dim), dtype, where)
             return
+        from ..backends.tiling import largest_buffers  # imports this package
+
         size = 8 if dtype == torch.float64 else 4
-        head = seq_len * head_dim
-        rows, tile = min(head, RANGE_COPIED), min(seq_len * seq_len, TILE_SCORES)
-        wanted = [head, head, rows, rows, rows, tile, tile]  # keys, values, three of rows, scores and what they meet
+        wanted = largest_buffers(seq_len, head_dim)
         self.pool.preallocate(size * numbers for numbers in wanted if size * numbers >= self.pool.min_bytes)
 
     def preallocate_learned(self) -> None:

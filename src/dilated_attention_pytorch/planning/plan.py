@@ -17,11 +17,11 @@ from typing import Any
 import torch
 
 from ..layout import BlockLayout
+from ..memory.devices import Device, as_text
 from ..patterns import Branches, Causal, Full, Pattern, PerHead, SparsePatternConfig
 from ..patterns.base import check_flag, check_int
 from ..patterns.blocks import ceil_div
 from ..patterns.config import DEFAULT_DILATION_RATES, DEFAULT_SEGMENT_LENGTHS
-from .devices import Device, as_text
 from .estimate import PHASES, Item, ListSize, Shape, attention_items, lists_of_branches, peak_of
 
 DEFAULT_BLOCK_SIZE = 128

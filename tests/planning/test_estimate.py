@@ -20,8 +20,15 @@ from dilated_attention_pytorch import (
 )
 from dilated_attention_pytorch.backends import blockwise, tiling
 from dilated_attention_pytorch.layout import layout_of_branches
-from dilated_attention_pytorch.memory import estimate
-from dilated_attention_pytorch.memory.estimate import Item, ListSize, Shape, attention_items, lists_of_branches, peak_of
+from dilated_attention_pytorch.planning import estimate
+from dilated_attention_pytorch.planning.estimate import (
+    Item,
+    ListSize,
+    Shape,
+    attention_items,
+    lists_of_branches,
+    peak_of,
+)
 from tests.strategies import BLOCKS, atoms, documents, lengths, patterns
 
 

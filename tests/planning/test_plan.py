@@ -26,18 +26,9 @@ from dilated_attention_pytorch import (
 from dilated_attention_pytorch.backends import triton
 from dilated_attention_pytorch.backends.base import Request
 from dilated_attention_pytorch.layout import clear_layout_cache
-from dilated_attention_pytorch.memory import (
-    GPUS,
-    AttentionConfig,
-    Device,
-    can_measure,
-    devices,
-    max_sequence_length,
-    measure_peak,
-    plan_memory,
-    recommend,
-)
+from dilated_attention_pytorch.memory import GPUS, Device, can_measure, devices, measure_peak
 from dilated_attention_pytorch.ops.choose import choose
+from dilated_attention_pytorch.planning import AttentionConfig, max_sequence_length, plan_memory, recommend
 
 GIB = 1 << 30
 needs_linux = pytest.mark.skipif(not can_measure()[0], reason=can_measure()[1])
