@@ -14,19 +14,7 @@ from dilated_attention_pytorch import compat, memory, planning
 SOURCE = Path(dap.__file__).parent
 
 # A folder imports only from folders to its left (DESIGN: the way data flows).
-ORDER = [
-    "patterns",
-    "layout",
-    "options",
-    "memory",
-    "kernels",
-    "backends",
-    "ops",
-    "distributed",
-    "planning",
-    "nn",
-    "models",
-]
+ORDER = "patterns layout options memory kernels backends ops distributed planning nn models".split()  # noqa: SIM905
 READERS = {
     "integrations": set(ORDER),
     "viz": {"patterns", "layout"},
