@@ -309,7 +309,7 @@ def test_the_shortest_way_gives_the_same(by):
             assert torch.equal(out, block_sparse_attention(q, k, v, fresh, is_causal=is_causal))
         kept.append(out if seed % 2 else q)
     if by == "layout":
-        assert any(getattr(note, "again", None) for note in what.notes.values())
+        assert any(getattr(note, "replay", None) for note in what.call_cache.values())
 
 
 def test_direct_launches_are_used_where_triton_is_known():
@@ -318,7 +318,7 @@ def test_direct_launches_are_used_where_triton_is_known():
     (q, k, v), layout = window_case()
     for _ in range(3):
         block_sparse_attention(q, k, v, layout)
-    (replay,) = [note for note in layout.notes.values() if isinstance(note, launcher.Replay)]
+    (replay,) = [note for note in layout.call_cache.values() if isinstance(note, launcher.Replay)]
     known = getattr(launcher.driver, "_BASE_ARGS_FORMAT", None) == launcher._KNOWN_LAUNCHER
     assert (replay._direct is not None) == known
 

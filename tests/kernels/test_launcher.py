@@ -185,7 +185,7 @@ def test_a_layout_goes_without_the_garbage_collector(sent):
             both_ways(layout, (q, k, v, do), CallOptions(0.25))
             for is_causal in (False, True):
                 block_sparse_attention(q, k, v, layout, is_causal=is_causal, backend="reference")
-        assert len(layout.notes) == 4
+        assert len(layout.call_cache) == 4
         del layout
         assert alive() is None
     finally:
@@ -218,7 +218,7 @@ def test_a_call_that_was_checked_before_excuses_no_other(arguments, message):
             block_sparse_attention(*wrong, layout)
 
 
-def test_notes_are_few_and_go_with_the_layout():
+def test_known_calls_are_few_and_go_with_the_layout():
     import copy
     import pickle
 
@@ -226,11 +226,11 @@ def test_notes_are_few_and_go_with_the_layout():
     q, k, v, _ = inputs(0)
     for scale in range(1, 600):
         block_sparse_attention(q[:, :, :1], k[:, :, :1], v[:, :, :1], layout, scale=scale, backend="reference")
-    assert 0 < len(layout.notes) <= 256
+    assert 0 < len(layout.call_cache) <= 256
     for other in (copy.deepcopy(layout), pickle.loads(pickle.dumps(layout))):
-        assert other.notes == {}
+        assert other.call_cache == {}
     older = BlockLayout.__new__(BlockLayout)
-    older.__setstate__({name: value for name, value in layout.__getstate__().items() if name != "notes"})
+    older.__setstate__({name: value for name, value in layout.__getstate__().items() if name != "call_cache"})
     assert torch.equal(block_sparse_attention(q, k, v, older), block_sparse_attention(q, k, v, layout))
 
 
@@ -369,13 +369,13 @@ def test_another_triton_launches_in_its_own_way(sent_directly, monkeypatch, othe
     assert all(isinstance(args[0], LikeTriton36) for args in sent_directly)
 
 
-def test_full_notes_lose_nothing_that_is_there(sent):
+def test_a_full_cache_of_calls_loses_nothing_that_is_there(sent):
     layout = BlockLayout.from_pattern(SlidingWindow(60, 9), 256, block_size=64)
     q, k, v, _ = (x.float() for x in inputs(0))
     for _ in range(3):
         block_sparse_attention(q, k, v, layout, backend="triton")
-    while len(layout.notes) < 256:
-        layout.note(len(layout.notes), "")
+    while len(layout.call_cache) < 256:
+        layout.remember_call(len(layout.call_cache), "")
     for _ in range(3):
         block_sparse_attention(q, k, v, layout, backend="triton")
-    assert len(layout.notes) == 256
+    assert len(layout.call_cache) == 256

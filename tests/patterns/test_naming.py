@@ -103,7 +103,7 @@ def test_what_is_refused(text, message):
 
 @given(patterns(48))
 def test_code_makes_the_same_pattern(pattern):
-    again = eval(code_of(pattern), vars(dap))
+    again = eval(code_of(pattern), {}, vars(dap.patterns))
     heads = [p.patterns if isinstance(p, PerHead) else (p,) for p in (pattern, again)]
     for a, b in zip(*heads, strict=True):
         assert all(a.allows(i, j, 48, 48) == b.allows(i, j, 48, 48) for i in range(0, 48, 3) for j in range(48))

@@ -2,7 +2,7 @@
 
 A backend is a module with a `name`, `can_run(request) → (ok, reason)` and either `attention` (differentiable as it is)
 or `forward`, `backward` and `needs_work_order`: whether layouts come with `query_work` and, where gradients will be
-asked for, `by_key` and `key_work` at hand. One that needs them also has `again`: a shorter way for calls like one
+asked for, `by_key` and `key_work` at hand. One that needs them also has `replay_for`: a shorter way for calls like one
 before. Tensors are (batch, seq, heads, head_dim), lse is (batch, heads, seq_q); its gradient is None where nobody asked
 for lse.
 """

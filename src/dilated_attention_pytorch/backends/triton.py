@@ -54,11 +54,11 @@ def forward(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, options: CallO
     return _launch().forward(q, k, v, layout, _with_table(options))
 
 
-def again(
+def replay_for(
     q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, options: CallOptions
 ) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None:
     """`forward` for tensors that differ from these in their numbers alone, in fewer steps; None until it is known."""
-    return _launch().again(q, k, v, layout, options)
+    return _launch().replay_for(q, k, v, layout, options)
 
 
 def backward(

@@ -27,7 +27,7 @@ from ..layout import BlockLayout
 from ..layout.branches import cheapest_blocks
 from ..memory import active_source, drawing_from
 from ..ops import block_sparse_attention, dilated_attention
-from ..ops.block_sparse import with_constant_shares
+from ..ops.attend import with_constant_shares
 from ..ops.checks import (
     DEFAULT_BLOCK_SIZE,
     check_lists,

@@ -50,22 +50,22 @@ Rows = tuple[Tensor, Tensor, Tensor]
 
 def forward(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, options: CallOptions) -> tuple[Tensor, Tensor]:
     """out and lse, as every backend gives them."""
-    key = _alike(options, q, k, v)
-    known = layout.notes.get(key)
+    key = _call_key(options, q, k, v)
+    known = layout.call_cache.get(key)
     if known:
         return _replayed(known, q, k, v)
     call = Call(q, k, v, layout, options)
     out, lse = call.forward()
-    _note(key, call, (q, k, v, out, lse))
+    _remember(key, call, (q, k, v, out, lse))
     return out, lse
 
 
-def again(
+def replay_for(
     q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, options: CallOptions
 ) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None:
     """`forward` for tensors like these in every respect, once it is known. (How single precision is meant may change
     between two calls.)"""
-    known = layout.notes.get(_alike(options, q, k, v))
+    known = layout.call_cache.get(_call_key(options, q, k, v))
     return partial(_replayed, known) if known and q.dtype != torch.float32 else None
 
 
@@ -88,34 +88,34 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv, as every backend gives them."""
     given = (q, k, v, do, out, lse) if dlse is None else (q, k, v, do, out, lse, dlse)
-    key = _alike(options, *given)
-    known = layout.notes.get(key)
+    key = _call_key(options, *given)
+    known = layout.call_cache.get(key)
     if known:
         grads, of_rows = _gradients(q, k, v, layout)
         known((*given, *of_rows, *grads))
         return grads
     call = Call(q, k, v, layout, options)
     grads, of_rows = call.backward(do, dlse, out, lse)
-    _note(key, call, (*given, *of_rows, *grads))
+    _remember(key, call, (*given, *of_rows, *grads))
     return grads
 
 
-def _alike(options: CallOptions, *tensors: Tensor) -> tuple[Any, ...] | None:
+def _call_key(options: CallOptions, *tensors: Tensor) -> tuple[Any, ...] | None:
     """What calls over a layout share that launch the same but for their tensors; None where a mask is among these."""
     if options.has_tensors:
         return None
     return options.scale, options.softcap, precision_of(tensors[0].dtype), *map(launcher.like, tensors)
 
 
-def _note(key: tuple[Any, ...] | None, call: Call, tensors: tuple[Tensor, ...]) -> None:
+def _remember(key: tuple[Any, ...] | None, call: Call, tensors: tuple[Tensor, ...]) -> None:
     """Remember a call when it comes the second time: most layouts of a graph are met only once."""
     layout = call.layout
     if key is None or not call.as_given:
         return
-    if key not in layout.notes:
-        layout.note(key, None)
+    if key not in layout.call_cache:
+        layout.remember_call(key, None)
     elif not (call.q.is_cuda and torch.cuda.is_current_stream_capturing()):  # lists that a capture makes are its own
-        layout.note(key, launcher.Replay.of(call.launches, tensors, layout.tensors()))
+        layout.remember_call(key, launcher.Replay.of(call.launches, tensors, layout.tensors()))
 
 
 class Call:

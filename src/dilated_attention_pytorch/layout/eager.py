@@ -22,7 +22,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 
 
-def nobody_looks_on(*tensors: Tensor) -> bool:
+def is_plain_eager(*tensors: Tensor) -> bool:
     """Whether this is plain eager PyTorch: no graph is traced, no mode or transform intercepts, no subclass, data
     in every tensor.
 
@@ -46,7 +46,7 @@ def is_plain(x: Tensor) -> bool:
 
 def plainly(make: Callable[[], T]) -> T:
     """`make()` as plain eager PyTorch runs it, whoever looks on here: tensors that may stay in a cache."""
-    if not nobody_looks_on() or torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.Functionalize):
+    if not is_plain_eager() or torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.Functionalize):
         # All of that belongs to a thread, and a new one has none of it.
         stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
         with ThreadPoolExecutor(max_workers=1) as alone:

@@ -21,7 +21,7 @@ from .rules import NO_BRANCHES, NO_DOCUMENTS, key_bounds
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-MOST_NOTES = 256
+MOST_CALLS = 256
 
 T = TypeVar("T")
 
@@ -66,7 +66,7 @@ class BlockLayout:
     _derived: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
     # What operators and kernels remember of calls over this layout, as long as it is there: never the layout itself,
     # which would not go before the garbage collector comes.
-    notes: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
+    call_cache: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self, checked: bool) -> None:
         if not checked:
@@ -170,10 +170,10 @@ class BlockLayout:
         if by_key and "key_work" not in self._derived:
             _ = self.key_work
 
-    def note(self, key: object, value: object) -> None:
-        if len(self.notes) >= MOST_NOTES and key not in self.notes:
-            self.notes.clear()
-        self.notes[key] = value
+    def remember_call(self, key: object, value: object) -> None:
+        if len(self.call_cache) >= MOST_CALLS and key not in self.call_cache:
+            self.call_cache.clear()
+        self.call_cache[key] = value
 
     def tensors(self) -> list[Tensor]:
         """All that it holds, also what was made of it later."""
@@ -358,12 +358,12 @@ class BlockLayout:
 
     def __getstate__(self) -> dict[str, object]:
         """What can be made again is not stored."""
-        return {**self.__dict__, "_derived": {}, "notes": {}}
+        return {**self.__dict__, "_derived": {}, "call_cache": {}}
 
     def __setstate__(self, state: dict[str, object]) -> None:
         older = {"classes": "num_residues", "uneven": "has_mixed_blocks"}  # names in files of older versions
-        given = {older.get(name, name): value for name, value in state.items() if name != "_made"}
-        self.__dict__.update({"notes": {}, **given, "_derived": {}})
+        given = {older.get(name, name): value for name, value in state.items() if name not in ("_made", "notes")}
+        self.__dict__.update({"call_cache": {}, **given, "_derived": {}})
 
     def __repr__(self) -> str:
         lists = f", lists={list(self._list_shape)}" if self._list_shape else ""

@@ -12,14 +12,14 @@ from ..backends import decoding, triton
 from ..backends.base import Request, compute_dtype
 from ..backends.decoding import Cache, capacity_of
 from ..layout.build import documents_of
-from ..layout.eager import nobody_looks_on, plain_cache
+from ..layout.eager import is_plain_eager, plain_cache
 from ..layout.lists import HOST
 from ..layout.rows import rows_at
 from ..options import CallOptions
 from ..patterns import Causal, Pattern
 from ..patterns.base import check_flag, check_int, value_of
 from ..patterns.blocks import ceil_div
-from .block_sparse import with_sinks
+from .attend import with_sinks
 from .checks import DEFAULT_BLOCK_SIZE, check_lists, check_options, check_qkv
 from .choose import leave_autocast
 
@@ -83,7 +83,7 @@ def decode_attention(
     options = check_options(q, k, scale=scale, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks)
     options = options._replace(key_padding_mask=key_padding_mask, sinks=None)
     name = _chosen(backend, q)
-    run = _decode if nobody_looks_on(q, k, v) else _decode_op
+    run = _decode if is_plain_eager(q, k, v) else _decode_op
     with autocast_off:
         out, lse = run(q, k, v, lengths, page_table, *options.flatten(), pattern.text, is_causal, name)
         if sinks is not None:

@@ -11,9 +11,11 @@ from ..patterns import Branches
 from ..patterns.base import check_flag
 from ..patterns.blocks import check_branches
 from ..patterns.branches import check_head_offsets
-from .block_sparse import attend
-from .choose import check_backend, check_call, leave_autocast
-from .named import resolve_layout
+from .attend import attend
+from .checks import check_qkv
+from .choose import check_backend, check_call, choose_for, leave_autocast
+from .fast_path import call_key, remember, run_known
+from .named import layout_of, resolve_layout
 
 
 def dilated_attention(
@@ -61,25 +63,41 @@ def dilated_attention(
     check_branches(segment_lengths, dilation_rates)
     check_head_offsets(head_offsets)
     branches, alone = _branches_of(tuple(segment_lengths), tuple(dilation_rates), head_offsets)
+    parted = detach_branch_weights and len(alone) > 1
+    key = known = None
+    if not parted:
+        others = key_padding_mask, softcap, alibi_slopes, sinks
+        key = call_key(
+            q, k, v, is_causal=is_causal, scale=scale, dropout_p=dropout_p, return_lse=return_lse, backend=backend,
+            others=others,
+        )  # fmt: skip
     with autocast_off:
-        layout, options = check_call(
-            q,
-            k,
-            v,
-            branches,
-            is_causal=is_causal,
-            scale=scale,
-            dropout_p=dropout_p,
-            key_padding_mask=key_padding_mask,
-            softcap=softcap,
-            alibi_slopes=alibi_slopes,
-            sinks=sinks,
-            return_lse=return_lse,
-        )
-        parts = []
-        if detach_branch_weights and len(alone) > 1:
-            parts = [resolve_layout(q, k, branch, is_causal) for branch in alone]
-        out, lse = attend(q, k, v, layout, options, backend, return_lse=return_lse, parts=parts)
+        if key is not None:
+            check_qkv(q, k, v)
+            layout = layout_of(branches, is_causal, q.shape[1], k.shape[1], q.shape[2], q.device)
+            known = layout.call_cache.get(key)
+        if known is not None:
+            out, lse = run_known(q, k, v, layout, False, key, known)
+        else:
+            lists, options = check_call(
+                q,
+                k,
+                v,
+                branches,
+                is_causal=is_causal,
+                scale=scale,
+                dropout_p=dropout_p,
+                key_padding_mask=key_padding_mask,
+                softcap=softcap,
+                alibi_slopes=alibi_slopes,
+                sinks=sinks,
+                return_lse=return_lse,
+            )
+            chosen = choose_for(q, k, lists, options, backend, return_lse)
+            if key is not None:
+                remember(layout, key, options, chosen)
+            parts = [resolve_layout(q, k, branch, is_causal) for branch in alone] if parted else []
+            out, lse = attend(q, k, v, lists, options, chosen, parts=parts)
     if not return_lse:
         return out
     assert lse is not None

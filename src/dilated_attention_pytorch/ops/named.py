@@ -19,7 +19,7 @@ from ..backends.reference import counted_pairs
 from ..layout import BlockLayout, layout_for, layout_for_branches
 from ..layout.branches import kind_of_branches
 from ..layout.build import kind_of
-from ..layout.eager import nobody_looks_on
+from ..layout.eager import is_plain_eager
 from ..options import CallOptions
 from ..patterns import Branches, Causal, Pattern
 from ..patterns.base import constant_in_graphs, value_of
@@ -49,7 +49,7 @@ def resolve_layout(
     check_lists(q, k, layout_or_pattern)
     seq_q, seq_k, heads = q.shape[1], k.shape[1], q.shape[2]
     if isinstance(layout_or_pattern, Pattern | Branches):
-        find = layout_of if nobody_looks_on(q, k) else NamedLayout
+        find = layout_of if is_plain_eager(q, k) else NamedLayout
         return find(layout_or_pattern, is_causal, seq_q, seq_k, heads, q.device)
     layout = layout_or_pattern
     if layout.lengths != (seq_q, seq_k):

@@ -27,7 +27,7 @@ from ..backends.triton import can_run
 from ..layout import BlockLayout, BlockList
 from ..layout.build import Span
 from ..layout.checks import block_pair
-from ..layout.eager import nobody_looks_on, plain_cache
+from ..layout.eager import is_plain_eager, plain_cache
 from ..layout.lists import HOST
 from ..patterns.base import check_flag, check_int
 from ..patterns.blocks import check_ratio
@@ -396,7 +396,7 @@ def _places(selector: Selector, grid: Grid, lists: int) -> int:
 
 def _kernels(q: Tensor) -> ModuleType | None:
     """`kernels.select`, where a CUDA device and dtype have it; who traces or transforms sees the operators instead."""
-    if not nobody_looks_on(q) or not _has_kernels(q.device, q.dtype, q.shape[3]):
+    if not is_plain_eager(q) or not _has_kernels(q.device, q.dtype, q.shape[3]):
         return None
     from ..kernels import select  # loads triton
 

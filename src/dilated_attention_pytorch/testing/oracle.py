@@ -16,7 +16,7 @@ from torch import Tensor
 from ..backends import reference
 from ..layout import BlockLayout
 from ..ops import block_sparse_attention, dilated_attention
-from ..ops.block_sparse import with_sinks
+from ..ops.attend import with_sinks
 from ..ops.named import resolve_layout
 from ..options import CallOptions
 from ..patterns import Branches

@@ -1,0 +1,129 @@
+"""A checked call, from the choice of its backend to out and lse; its gradient in plain eager PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..layout import BlockLayout
+from ..layout.eager import is_plain_eager
+from ..memory import active_source, drawing_from
+from ..options import CallOptions
+from .named import NamedLayout
+from .operators import backward, flattened, forward, gradients
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: BlockLayout | NamedLayout,
+    options: CallOptions,
+    backend: ModuleType,
+    *,
+    parts: Sequence[BlockLayout | NamedLayout] = (),
+) -> tuple[Tensor, Tensor | None]:
+    """A checked call, run by the backend that was chosen for it; lse may be None where it was not asked for.
+
+    Args:
+        parts: layouts that add up to `layout`. The gradient then takes each part's share of a row for a constant.
+    """
+    if options.sinks is not None:
+        out, lse = attend(q, k, v, layout, options._replace(sinks=None), backend, parts=parts)
+        assert lse is not None
+        return with_sinks(out, lse, options.sinks)
+    if options.dropout_p > 0.0:
+        options = options._replace(seed=torch.randint(2**31, (), device=q.device))
+    if hasattr(backend, "attention"):  # differentiable as it is
+        if parts:
+            return with_constant_shares([backend.attention(q, k, v, part, options) for part in parts])
+        return backend.attention(q, k, v, layout, options)
+    if is_plain_eager(q, k, v):
+        return run_eagerly(q, k, v, (layout, *parts), options, backend)
+    refuse_forward_mode(q, k, v)
+    layouts = flattened((layout, *parts), backend, asks_gradients(q, k, v))
+    return forward(q, k, v, *layouts, *options.flatten(), backend.name)
+
+
+def run_eagerly(
+    q: Tensor, k: Tensor, v: Tensor, layouts: Sequence[BlockLayout], options: CallOptions, backend: ModuleType
+) -> tuple[Tensor, Tensor]:
+    """The same in plain eager PyTorch, by a backend with a backward of its own; the parts stand behind the whole."""
+    refuse_forward_mode(q, k, v)
+    training = asks_gradients(q, k, v)
+    if backend.needs_work_order:
+        for each in layouts:
+            each.order(by_key=training)
+    if not training:
+        return backend.forward(q, k, v, layouts[0], options)
+    return _Attention.apply(q, k, v, layouts, options, backend)
+
+
+def asks_gradients(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    return torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+
+
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """Each row with one more score in its softmax, whose value is 0; differentiable in all three."""
+    sinks = sinks.to(lse.dtype)[:, None]
+    # An empty row stays 0 whatever its share; −inf − −inf would make it, or its gradient, NaN.
+    empty = lse == -torch.inf
+    share = torch.sigmoid(torch.where(empty, torch.finfo(lse.dtype).min, lse) - sinks)
+    nothing = empty & (sinks == -torch.inf)
+    total = torch.logaddexp(lse, torch.where(nothing, 0.0, sinks)).masked_fill(nothing, -torch.inf)
+    return (out * share.transpose(1, 2)[..., None]).to(out.dtype), total
+
+
+def with_constant_shares(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Parts of a row's keys mixed by their denominators, which get no gradient; lse gets its own."""
+    lse = torch.logsumexp(torch.stack([lse for _, lse in parts]), dim=0)
+    shares = [torch.exp(part_lse - torch.where(lse == -torch.inf, 0.0, lse)).detach() for _, part_lse in parts]
+    mixed = [part * share.transpose(1, 2)[..., None] for (part, _), share in zip(parts, shares, strict=True)]
+    return torch.stack(mixed).sum(0).to(parts[0][0].dtype), lse
+
+
+class _Attention(torch.autograd.Function):
+    """The operator below for eager calls. Masks stand apart from `options`, so that a change of them is noticed."""
+
+    @staticmethod
+    def forward(  # with ctx, not with setup_context, which would take as long as the rest
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layouts: Sequence[BlockLayout],
+        options: CallOptions,
+        backend: ModuleType,
+    ) -> tuple[Tensor, Tensor]:
+        out, lse = backend.forward(q, k, v, layouts[0], options)
+        tensors, *ctx.options = options.flatten()
+        ctx.save_for_backward(q, k, v, out, lse, *tensors)
+        ctx.layouts, ctx.backend, ctx.source = layouts, backend, active_source()
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse, *tensors = ctx.saved_tensors
+        if do is None:
+            do = torch.zeros_like(out)
+        given = do, dlse, q, k, v, out, lse
+        seen = given if dlse is not None else (do, q, k, v, out, lse)
+        if torch.is_grad_enabled() or not is_plain_eager(*seen):  # the operator knows what to do then
+            layouts = flattened(ctx.layouts, ctx.backend, training=True)
+            return *backward(*given, *layouts, tensors, *ctx.options, ctx.backend.name), None, None, None
+        with drawing_from(ctx.source):  # as the forward did, in whichever thread this is
+            options = CallOptions.unflatten(tensors, *ctx.options)
+            return *gradients(*given, ctx.layouts, options, ctx.backend), None, None, None
+
+
+def refuse_forward_mode(*tensors: Tensor) -> None:
+    """PyTorch would drop the tangents of an operator that has no formula for them, and say nothing."""
+    if torch.compiler.is_compiling() or torch.autograd.forward_ad._current_level < 0:
+        return
+    if any(torch.autograd.forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        raise RuntimeError("attention has no forward-mode derivative; use backend='reference' for it")
