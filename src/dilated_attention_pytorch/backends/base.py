@@ -3,7 +3,8 @@
 A backend is a module with a `name`, `can_run(request) → (ok, reason)` and either `attention` (differentiable as it is)
 or `forward`, `backward` and `ordered`: whether layouts come with `query_work` and, where gradients will be asked for,
 `by_key` and `key_work` at hand. An ordered one also has `again`: a shorter way for calls like one before. Tensors are
-(batch, seq, heads, head_dim), lse is (batch, heads, seq_q); its gradient is None where nobody asked for lse.
+(batch, seq, heads, head_dim), lse is (batch, heads, seq_q); its gradient is None where nobody asked for lse. Every
+backend has `workspace(request)`, what it allocates (`sizes`).
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ class Request:
     shaped: bool = False
     named: bool = False  # by the caller, not looked for
     return_lse: bool = False
+    capability: tuple[int, int] | None = None  # of a GPU that is planned for and need not be here; None: ask the device
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
