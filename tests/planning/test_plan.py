@@ -161,6 +161,21 @@ def test_the_planner_takes_the_backend_that_a_call_would(monkeypatch, dtype, hea
         assert plan.backend == choose("auto", request).name
 
 
+def test_what_is_installed_here_says_nothing_of_another_machine(monkeypatch):
+    """A GPU by name is planned as a machine with Triton would run it; a GPU of this machine as this one does. (Of a GPU
+    of this machine without Triton the planner said "triton", and planned too little.)"""
+    monkeypatch.setattr(triton, "INSTALLED", False)
+    monkeypatch.setattr(triton, "_major", lambda index: 9)
+    there, here = (Device("GPU", "cuda", 1 << 34, (9, 0), here=at) for at in (None, torch.device("cuda", 0)))
+    options = {"dtype": torch.bfloat16, "training": True}
+    assert plan_memory(SlidingWindow(9, 9), 512, device=there, **options).backend == "triton"
+    assert plan_memory(SlidingWindow(9, 9), 512, device=here, **options).backend == "blockwise"
+    monkeypatch.setattr(triton, "INSTALLED", True)
+    assert plan_memory(SlidingWindow(9, 9), 512, device=here, **options).backend == "triton"
+    assert Device.of("cpu").here == torch.device("cpu")
+    assert Device.of("A100").here is None
+
+
 def test_modules_patterns_and_layouts_give_one_plan():
     config = SparsePatternConfig(sparsity_ratio=0.2, block_size=64)
     module = BlockSparseRingDilatedAttention(sparse_config=config)

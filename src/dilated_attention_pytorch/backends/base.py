@@ -4,7 +4,7 @@ A backend is a module with a `name`, `can_run(request) → (ok, reason)` and eit
 or `forward`, `backward` and `needs_work_order`: whether layouts come with `query_work` and, where gradients will be
 asked for, `by_key` and `key_work` at hand. One that needs them also has `replay_for`: a shorter way for calls like one
 before. Tensors are (batch, seq, heads, head_dim), lse is (batch, heads, seq_q); its gradient is None where nobody asked
-for lse.
+for lse. Every backend has `workspace(request)`, what it allocates (`sizes`).
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ class Request:
     has_score_mods: bool = False
     named: bool = False  # by the caller, not looked for
     return_lse: bool = False
+    capability: tuple[int, int] | None = None  # of a GPU that is planned for and need not be here; None: ask the device
 
     @staticmethod
     def of(q: Tensor, k: Tensor, options: CallOptions, *, kind: str | None, return_lse: bool, named: bool) -> Request:

@@ -14,19 +14,21 @@ Shapes: a tile has `num` pieces of `width` key blocks; query rows are [num, M, D
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from copy import copy
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from ..layout import BlockLayout
+from ..layout.size import ListSize
 from ..options import CallOptions
+from ..patterns.blocks import ceil_div
 from . import workers
 from .base import Request, aligned_queries, compute_dtype
 from .dropout import keep_mask
 from .scratch import Scratch
-from .tiling import Tile, Tiling, Unit
+from .sizes import SizeRequest, Workspace
+from .tiling import Cut, Tile, Tiling, Unit
 
 name = "blockwise"
 needs_work_order = False
@@ -40,7 +42,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, options: CallO
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=compute_dtype(q.dtype), device=q.device)
     call = _Call(q, k, v, layout, options)
-    shares = call.shares(call.num_threads)
+    shares = call.shares(call.num_shares(torch.get_num_threads()))
     for units in call.stages(shared_by=len(shares)):
         parts = _dealt_out(units, len(shares))
         workers.run([partial(_forward, *both, q, out, lse) for both in zip(shares, parts, strict=True)])
@@ -98,7 +100,7 @@ def backward(
     new = torch.empty_like if call.copied else torch.zeros_like
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)
     dk, dv = (new(x, memory_format=torch.contiguous_format) for x in (k, v))
-    shares = call.shares(call.num_backward_shares)
+    shares = call.shares(call.num_backward_shares(torch.get_num_threads()))
     workers.run([partial(_backward, share, (do, q, out, lse), dlse, (dq, dk, dv)) for share in shares])
     call.end(shares)
     return dq, dk, dv
@@ -191,10 +193,9 @@ class _Call(Tiling):
         """The call `num` times, each with its part of the key heads (or of the units it is given) and of the cache."""
         shares = []
         for i in range(num):
-            share = copy(self)
+            share = self.share(num)
             share.own_key_heads = range(self.key_heads * i // num, self.key_heads * (i + 1) // num)
             share.scratch = Scratch(self.k)
-            share.enlarge = self.enlarge / num
             share.plans = {}
             shares.append(share)
         self.enlarge /= num
@@ -372,3 +373,30 @@ def _from_blocks(tokens: Tensor, blocks: Tensor) -> None:
     tokens[: len(tokens) - rest].unflatten(0, (whole, blocks.shape[2])).copy_(blocks[:whole].transpose(1, 2))
     if rest:
         tokens[len(tokens) - rest :] = blocks[whole, :, :rest].transpose(0, 1)
+
+
+def workspace(request: SizeRequest) -> Workspace:
+    """The named buffers of the scratch memory, and the plans of tiles."""
+    shape, lists = request.shape, request.lists
+    on_cpu = request.device == "cpu"
+    cut = Cut(shape, lists, list_heads=lists.list_heads, blocks=lists.blocks, on_cpu=on_cpu)
+    a_key_head = lists.num_k_blocks * lists.block_k * shape.head_dim if cut.copied else 0
+    keys_and_values = 0 if cut.plain and shape.heads_kv == 1 else 2 * a_key_head
+    num = cut.num_shares(request.threads)
+    forward = num * _scratch_of(cut.share(num), lists, shared_by=num, rows=2, scores=1) + keys_and_values
+    num = cut.num_backward_shares(request.threads)
+    backward = num * (_scratch_of(cut.share(num), lists, rows=3, scores=2) + keys_and_values + 2 * a_key_head)
+    plans = 4 * lists.blocks + 24 * lists.rows
+    return Workspace(forward * shape.compute + plans, backward * shape.compute + num * plans)
+
+
+def _scratch_of(cut: Cut, lists: ListSize, *, shared_by: int = 1, rows: int, scores: int) -> int:
+    """Numbers in the buffers of a share: so many of the rows of a unit, so many of the scores of a tile."""
+    row = cut.stacked * lists.block_q * cut.head_dim
+    rows_of_unit = ceil_div(ceil_div(lists.num_q_blocks, lists.num_residues), cut.num_ranges(shared_by))
+    width = min(cut.piece, max(1, lists.widest))
+    pieces, keys = min(rows_of_unit, cut.rows_at_once(width)), width * lists.block_k
+    gathered = pieces * keys * cut.head_dim
+    part = pieces * row * (3 if lists.widest > cut.piece else 0)  # merged into what came before
+    masks = pieces * cut.stacked * lists.block_q * min(keys, lists.partial * lists.block_k)
+    return rows * rows_of_unit * row + scores * pieces * cut.stacked * lists.block_q * keys + gathered + part + masks

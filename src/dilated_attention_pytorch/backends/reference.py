@@ -12,6 +12,7 @@ from ..layout import BlockLayout
 from ..options import CallOptions
 from .base import Request, aligned_queries, compute_dtype
 from .dropout import keep_mask
+from .sizes import SizeRequest, Workspace
 
 name = "reference"
 
@@ -78,3 +79,13 @@ def attention(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, options: Cal
         kept = keep_mask(options.seed, options.dropout_p, stream, query[:, None], key)
         weights = weights * kept / (1.0 - options.dropout_p)
     return torch.einsum("bhqk,bkhd->bqhd", weights, v).to(q.dtype), lse
+
+
+def workspace(request: SizeRequest) -> Workspace:
+    """The matrix of scores several times over, its mask, and q, k and v for all heads in the compute dtype."""
+    shape = request.shape
+    pairs = shape.batch * shape.heads * shape.seq_q * shape.seq_k
+    mask = request.lists.num_lists * shape.seq_q * shape.seq_k
+    wide = shape.compute * shape.batch * shape.head_dim * (shape.heads * (shape.seq_q + 2 * shape.seq_k))
+    forward = 3 * shape.compute * pairs + 2 * mask + wide
+    return Workspace(forward, forward + 4 * shape.compute * pairs + wide)

@@ -8,7 +8,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from ..layout import BlockLayout
 from ..options import CallOptions
+from ..patterns.blocks import ceil_div
 from .base import Request
+from .sizes import SizeRequest, Workspace
 
 name = "sdpa"
 
@@ -50,3 +52,17 @@ def attention(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, options: Cal
         enable_gqa=q.shape[2] != k.shape[2],
     )
     return out.transpose(1, 2), None
+
+
+def workspace(request: SizeRequest) -> Workspace:
+    """What PyTorch's kernels allocate.
+
+    On a GPU the backward sums dq in float32, in rows and columns rounded up, and keeps a number for each row. On a CPU
+    each thread has a tile of scores, in the backward several, and copies of what is not float32.
+    """
+    shape = request.shape
+    if request.device == "cpu":
+        narrow = 2 if shape.dtype.itemsize == 2 else 1
+        return Workspace((request.threads * 3 * narrow) << 19, (request.threads * 3 * narrow) << 20)
+    rows, width = ceil_div(shape.seq_q, 128) * 128, ceil_div(shape.head_dim, 32) * 32
+    return Workspace(0, 4 * shape.batch * shape.heads * rows * (width + 1))

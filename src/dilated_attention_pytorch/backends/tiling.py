@@ -8,13 +8,18 @@ the unit, form a tile.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from copy import copy
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from ..layout import BlockLayout
+from ..layout.size import ListSize
+from ..patterns.blocks import ceil_div
 from .base import compute_dtype
+from .sizes import Shape
 
 # Tuned on 2 CPU cores; benchmarks/results/cpu.json has what they give.
 PIECE = 1024  # keys in one piece of a row
@@ -56,52 +61,84 @@ class Tile:
     masked: bool  # some row may have no key at all
 
 
-class Tiling:
-    """How a call is cut into units and these into tiles."""
+class Cut:
+    """How finely a call is cut: decided by its sizes alone, so that a plan of memory can ask the same.
 
-    def __init__(self, q: Tensor, k: Tensor, layout: BlockLayout, *, masked: bool) -> None:
-        """`masked`: whether the call brings a mask of its own."""
-        self.layout, self.masked = layout, masked
-        self.batch, _, self.num_heads, self.head_dim = q.shape
-        self.key_heads = k.shape[2]
-        self.device = q.device
-        self.enlarge: float = 1 if q.device.type == "cpu" else ACCELERATOR
-        self.plans: dict[tuple[int, range], list[Tile]] = {}
+    Args:
+        grid: the layout, or how long its lists will be.
+        list_heads: lists a sample.
+        blocks: active blocks of all lists.
+    """
+
+    def __init__(
+        self, shape: Shape, grid: BlockLayout | ListSize, *, list_heads: int, blocks: int, on_cpu: bool
+    ) -> None:
+        self.num_heads, self.key_heads, self.head_dim = shape.heads, shape.heads_kv, shape.head_dim
+        self.grid, self.on_cpu = grid, on_cpu
+        self.enlarge: float = 1 if on_cpu else ACCELERATOR
         group = self.num_heads // self.key_heads
         # Query heads stacked into one tile: all of a key head, unless each has its own list.
-        self.stacked = 1 if layout.num_heads is not None and layout.num_heads > self.key_heads else group
-        self.edges = layout.by_query.offsets.cpu().long(), layout.by_query.splits.cpu().long()
-        uses = group // self.stacked * len(layout.by_query.indices) / (layout.num_lists * layout.num_k_blocks)
-        plain = k.dtype == compute_dtype(k.dtype) and layout.seq_k % layout.block_k == 0 and layout.num_residues == 1
-        self.copied = uses > REUSE or not plain
-        block = layout.block_q * layout.block_k
-        self.scores_a_sample = len(layout.by_query.indices) // layout.num_lists * block * self.num_heads
+        self.stacked = 1 if list_heads > self.key_heads else group
+        uses = group // self.stacked * blocks / (grid.num_lists * grid.num_k_blocks)
+        # Whether the keys of a head are blocks of numbers to compute with as they are.
+        whole = shape.seq_k % grid.block_k == 0 and grid.num_residues == 1
+        self.plain = whole and shape.dtype == compute_dtype(shape.dtype)
+        self.copied = uses > REUSE or not self.plain
+        self.scores_a_sample = blocks // grid.num_lists * grid.block_q * grid.block_k * self.num_heads
+        self.piece = max(1, PIECE // grid.block_k)  # blocks
 
-    @property
-    def num_threads(self) -> int:
+    def share(self, num: int) -> Self:
+        """For one of so many shares of the call: with its part of the cache."""
+        share = copy(self)
+        share.enlarge = self.enlarge / num
+        return share
+
+    def num_shares(self, threads: int) -> int:
         """How many threads work apart; 1 where operators that are split do better."""
-        apart = self.device.type == "cpu" and self.scores_a_sample >= SHARED_OUT
-        return torch.get_num_threads() if apart else 1
+        return threads if self.on_cpu and self.scores_a_sample >= SHARED_OUT else 1
 
-    @property
-    def num_backward_shares(self) -> int:
-        """In how many parts a backward is computed.
+    def num_backward_shares(self, threads: int) -> int:
+        """The same in the backward.
 
         How many depends on the heads alone, so that a sample's bits do not depend on its batch; and copies of key
         heads, one for each share, stay a small part of what the call holds anyway.
         """
         heads = self.key_heads // HEADS_A_COPY if self.copied else self.key_heads
-        return max(1, min(heads, self.num_threads))
+        return max(1, min(heads, self.num_shares(threads)))
 
-    def ranges(self, shared_by: int = 1) -> list[range]:
-        """Runs of query blocks, each of one class; where key heads come one after the other, enough for all shares."""
+    def num_ranges(self, shared_by: int = 1) -> int:
+        """Ranges of the query blocks of a class; where key heads come one after the other, enough for all shares."""
         elements, in_parts = RANGE_DIRECT, 1
         if self.copied:
             elements, in_parts = RANGE_COPIED, 2 * shared_by if shared_by > 1 else 1
-        num_residues, row = self.layout.num_residues, self.stacked * self.layout.block_q * self.head_dim
-        num, in_parts = self.layout.num_q_blocks // num_residues, -(-in_parts // num_residues)
-        parts = -(-num // max(1, int(self.enlarge * elements) // row))
-        parts = min(num, -(-parts // in_parts) * in_parts)
+        row = self.stacked * self.grid.block_q * self.head_dim
+        num, in_parts = (ceil_div(x, self.grid.num_residues) for x in (self.grid.num_q_blocks, in_parts))
+        parts = ceil_div(num, max(1, int(self.enlarge * elements) // row))
+        return min(num, ceil_div(parts, in_parts) * in_parts)
+
+    def rows_at_once(self, width: int) -> int:
+        """How many rows with so many key blocks make a tile."""
+        scores = self.stacked * self.grid.block_q * width * self.grid.block_k
+        return max(1, int(self.enlarge * TILE_SCORES) // scores)
+
+
+class Tiling(Cut):
+    """A call that is cut into units and these into tiles."""
+
+    def __init__(self, q: Tensor, k: Tensor, layout: BlockLayout, *, masked: bool) -> None:
+        """`masked`: whether the call brings a mask of its own."""
+        lists, on_cpu = layout.by_query, q.device.type == "cpu"
+        super().__init__(
+            Shape.of(q, k), layout, list_heads=layout.num_heads or 1, blocks=len(lists.indices), on_cpu=on_cpu
+        )
+        self.layout, self.masked, self.batch, self.device = layout, masked, q.shape[0], q.device
+        self.plans: dict[tuple[int, range], list[Tile]] = {}
+        self.edges = lists.offsets.cpu().long(), lists.splits.cpu().long()
+
+    def ranges(self, shared_by: int = 1) -> list[range]:
+        """Runs of query blocks, each of one class."""
+        num_residues = self.layout.num_residues
+        num, parts = self.layout.num_q_blocks // num_residues, self.num_ranges(shared_by)
         cuts = [
             (c * num + num * i // parts, c * num + num * (i + 1) // parts)
             for c in range(num_residues)
@@ -165,9 +202,8 @@ class Tiling:
         return self.plans[key]
 
     def _plan(self, unit: Unit) -> Iterator[Tile]:
-        layout = self.layout
+        piece = self.piece
         start, split, stop = self._edges(unit)
-        piece = max(1, PIECE // layout.block_k)
         for begin in range(0, int((stop - start).max()), piece):
             first = start + begin
             width = (stop - first).clamp(0, piece)
@@ -176,9 +212,7 @@ class Tiling:
             for value in torch.unique(shape[width > 0]).tolist():
                 num_full, num = divmod(value, piece + 1)
                 same = (shape == value).nonzero()[:, 0]
-                scores = self.stacked * layout.block_q * num * layout.block_k
-                at_once = max(1, int(self.enlarge * TILE_SCORES) // scores)
-                for which in same.split(at_once):
+                for which in same.split(self.rows_at_once(num)):
                     entries = (first[which][:, None] + torch.arange(num)).to(self.device)
                     yield self._tile(unit, which, entries, num_full, is_first=begin == 0)
 

@@ -18,6 +18,7 @@ from ..patterns.base import constant_in_graphs
 from .base import Request
 from .decoding import Cache, capacity_of
 from .dropout import as_table
+from .sizes import SizeRequest, Workspace
 
 name = "triton"
 
@@ -28,9 +29,10 @@ INSTALLED = find_spec("triton") is not None
 
 
 def can_run(request: Request) -> tuple[bool, str]:
+    here = request.capability is None  # what is installed here says nothing of another machine
     refusals = {
-        "triton is not installed": not INSTALLED,
-        "it was written and tested for CUDA, not ROCm": torch.version.hip is not None,
+        "triton is not installed": here and not INSTALLED,
+        "it was written and tested for CUDA, not ROCm": here and torch.version.hip is not None,
         "it runs on CUDA devices (elsewhere only when it is named, with TRITON_INTERPRET=1)": (
             request.device.type != "cuda" and not (request.named and os.environ.get("TRITON_INTERPRET") == "1")
         ),
@@ -40,7 +42,12 @@ def can_run(request: Request) -> tuple[bool, str]:
     for reason, refused in refusals.items():
         if refused:
             return False, reason
-    if request.device.type == "cuda" and _major(request.device.index) < 8:
+    major = 8
+    if request.capability is not None:
+        major = request.capability[0]
+    elif request.device.type == "cuda":
+        major = _major(request.device.index)
+    if major < 8:
         return False, "it needs a GPU of compute capability 8.0 or more"
     return True, "one kernel over the active blocks, forward and backward"
 
@@ -73,6 +80,12 @@ def backward(
     options: CallOptions,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return _launch().backward(do, dlse, q, k, v, out, lse, layout, _with_table(options))
+
+
+def workspace(request: SizeRequest) -> Workspace:
+    """Backward: lse and delta of every row, up to whole blocks, in float32."""
+    shape, lists = request.shape, request.lists
+    return Workspace(0, 2 * 4 * shape.batch * shape.heads * lists.num_q_blocks * lists.block_q)
 
 
 def decode(q: Tensor, cache: Cache, rows: CacheRows, options: CallOptions) -> tuple[Tensor, Tensor]:

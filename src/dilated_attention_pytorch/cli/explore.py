@@ -31,7 +31,7 @@ from ..patterns import Branches, Pattern
 from ..patterns.blocks import BLOCK_SIZES
 from ..patterns.naming import NAMES, form_of
 from ..planning import AttentionConfig, plan_memory
-from ..planning.estimate import ListSize, lists_of_branches
+from ..planning.counting import lists_of_branches, lists_of_pattern
 from ..viz.memory import KIND_COLOURS
 from ..viz.states import picture
 from .call import BLOCK_SIZE, DTYPES, Call
@@ -161,7 +161,7 @@ def _refuse_too_many(call: Call) -> None:
         lists = lists_of_branches(call.what, call.tokens, call.heads, call.is_causal)
     else:
         assert isinstance(call.what, Pattern)
-        lists = ListSize.of(call.what, call.tokens, call.tokens, call.block_size or BLOCK_SIZE)
+        lists = lists_of_pattern(call.what, call.tokens, call.tokens, call.block_size or BLOCK_SIZE)
     if lists.blocks > LIMITS["blocks"]:
         raise ValueError(
             f"this page draws at most {LIMITS['blocks']:,} active blocks, and these are about {lists.blocks:,}: "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ def run(
     """Print the plan, the longest sequence and a recommendation. FailedError if the plan does not fit."""
     where = Device.of(device)
     budget = where.budget if budget_gib is None else int(budget_gib * GIB)
-    where = Device(where.name, where.type, budget, where.capability)
+    where = replace(where, budget=budget)
     plan = plan_memory(config, tokens, world_size=world_size, device=where, **options)
     console.print(_table(plan, tokens, training=options["training"]))
     longest = max_sequence_length(config, where, world_size=world_size, **options)

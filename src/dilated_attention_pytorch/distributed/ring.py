@@ -14,7 +14,7 @@ from functools import wraps
 from itertools import accumulate
 from math import gcd
 from types import ModuleType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from ..backends.base import Extras, Request, compute_dtype
 from ..backends.dropout import seed_of_part
+from ..backends.sizes import Shape
 from ..layout import BlockLayout
 from ..layout.branches import cheapest_blocks
 from ..memory import active_source, drawing_from
@@ -470,3 +471,23 @@ class _Ring(torch.autograd.Function):
 def _forward(backend: ModuleType, q: Tensor, part: Part, stored: list[Tensor], extras: Extras) -> tuple[Tensor, Tensor]:
     keys, values, of_part = _of_part(part, stored, extras)
     return backend.forward(q, keys, values, part.layout, of_part)
+
+
+class RingWorkspace(NamedTuple):
+    """Bytes that a rank holds besides its shards and what a backend allocates, at most.
+
+    Attributes:
+        received: two buffers of a shard's keys and values, forward and backward.
+        running: out and lse in the compute dtype, forward.
+        returning: dk and dv in the compute dtype, twice, backward.
+    """
+
+    received: int
+    running: int
+    returning: int
+
+
+def workspace(shape: Shape) -> RingWorkspace:
+    """Of a rank whose shards have this shape."""
+    running = shape.q // shape.dtype.itemsize * shape.compute + shape.lse
+    return RingWorkspace(2 * 2 * shape.k, running, 2 * 2 * (shape.k // shape.dtype.itemsize) * shape.compute)

@@ -48,12 +48,14 @@ class Device:
         type: "cpu" or "cuda".
         budget: bytes that tensors may take.
         capability: of a GPU.
+        here: the device itself, if it is one of this machine.
     """
 
     name: str
     type: str
     budget: int
     capability: tuple[int, int] = (0, 0)
+    here: torch.device | None = None
 
     @classmethod
     def of(cls, device: Device | torch.device | str | None = None) -> Device:
@@ -72,10 +74,11 @@ class Device:
         except RuntimeError:
             found = torch.device("meta")
         if found.type == "cpu":
-            return cls("this CPU", "cpu", available_memory())
+            return cls("this CPU", "cpu", available_memory(), here=found)
         if found.type == "cuda" and torch.cuda.is_available():
             properties = torch.cuda.get_device_properties(found)
-            return cls(properties.name, "cuda", properties.total_memory - CONTEXT, (properties.major, properties.minor))
+            capability = properties.major, properties.minor
+            return cls(properties.name, "cuda", properties.total_memory - CONTEXT, capability, found)
         raise ValueError(f"device must be 'cpu', a CUDA device that is there, or one of {list(GPUS)}, got {device!r}")
 
 

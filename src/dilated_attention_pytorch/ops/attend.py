@@ -43,7 +43,7 @@ def attend(
             return with_constant_shares([backend.attention(q, k, v, part, options) for part in parts])
         return backend.attention(q, k, v, layout, options)
     if is_plain_eager(q, k, v):
-        return run_eagerly(q, k, v, (layout, *parts), options, backend)
+        return run_eagerly(q, k, v, (layout, *parts), options, backend)  # type: ignore[arg-type]  # none is named here
     refuse_forward_mode(q, k, v)
     layouts = flattened((layout, *parts), backend, asks_gradients(q, k, v))
     return forward(q, k, v, *layouts, *options.flatten(), backend.name)

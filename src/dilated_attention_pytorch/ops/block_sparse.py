@@ -13,7 +13,7 @@ from .attend import attend
 from .checks import check_lists, check_qkv, check_scale, refuse_branches
 from .choose import check_backend, check_call, choose_for, leave_autocast
 from .fast_path import call_key, remember, run_known
-from .named import layout_of
+from .named import NamedLayout, layout_of
 from .weights import BlockSparseWeights, attention_weights
 
 
@@ -121,6 +121,8 @@ def attention_with_weights(
     refuse_branches(layout_or_pattern)
     with autocast_off:
         layout, checked = check_call(q, k, v, layout_or_pattern, is_causal=is_causal, return_lse=True, **options)
+        if isinstance(layout, NamedLayout):  # which blocks there are decides the shape of the weights
+            layout = layout.constant()
         out, lse = attend(q, k, v, layout, checked, choose_for(q, k, layout, checked, backend, return_lse=True))
         assert lse is not None
         return out, attention_weights(q, k, lse, layout, checked)

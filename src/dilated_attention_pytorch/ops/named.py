@@ -104,8 +104,10 @@ class NamedLayout:
 
     def constant(self) -> BlockLayout:
         """As a constant of a graph."""
-        sizes = [operator.index(n) for n in (self.seq_q, self.seq_k, self.num_heads)]
-        return BlockLayout.unflatten(*_as_constants(self.pattern.text, self.is_causal, *sizes, self.device))
+        seq_q, seq_k, heads = (operator.index(n) for n in (self.seq_q, self.seq_k, self.num_heads))
+        return BlockLayout.unflatten(
+            *_as_constants(self.pattern.text, self.is_causal, seq_q, seq_k, heads, self.device)
+        )
 
 
 @torch.library.custom_op("dilated_attention_pytorch::dense_pattern", mutates_args=())

@@ -12,20 +12,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import Any
 
 import torch
 
+from ..backends.base import Request
+from ..backends.sizes import Shape, SizeRequest
+from ..distributed import ring
 from ..layout import BlockLayout
+from ..layout.size import ListSize
 from ..memory.devices import Device, as_text
+from ..ops.choose import BY_NAME, choose
 from ..patterns import Branches, Causal, Full, Pattern, PerHead, SparsePatternConfig
 from ..patterns.base import check_flag, check_int
 from ..patterns.blocks import ceil_div
 from ..patterns.config import DEFAULT_DILATION_RATES, DEFAULT_SEGMENT_LENGTHS
-from .estimate import PHASES, Item, ListSize, Shape, attention_items, lists_of_branches, peak_of
+from .counting import lists_of_branches, lists_of_pattern
+from .estimate import PHASES, Item, attention_items, peak_of
 
 DEFAULT_BLOCK_SIZE = 128
-BACKENDS = ("auto", "sdpa", "triton", "blockwise", "reference")
+BACKENDS = ("auto", *BY_NAME)
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 LONGEST = 2**30 - 1
 
@@ -215,7 +222,8 @@ def plan_memory(
     )
     backend = _backend(config.backend, shape, lists, where, ring=world_size > 1)
     threads = torch.get_num_threads() if where.type == "cpu" else 1
-    items = attention_items(shape, lists, backend=backend, device=where.type, training=training, threads=threads)
+    request = SizeRequest(shape=shape, lists=lists, device=where.type, threads=threads)
+    items = attention_items(request, backend, training=training)
     if where.type == "cpu" and config.embed_dim is not None:  # malloc keeps what the workspace gave back
         later = {"forward": "projection", "backward": "projection backward"}
         items = [
@@ -229,7 +237,7 @@ def plan_memory(
         items += _ring(shape, training)
     if where.type == "cuda":  # its allocator hands out multiples of 512 bytes
         items = [item._replace(bytes=ceil_div(item.bytes, 512) * 512) for item in items]
-    return MemoryPlan(tuple(items), backend, shape, world_size, where)
+    return MemoryPlan(tuple(items), backend.name, shape, world_size, where)
 
 
 def _lists(config: AttentionConfig, seq_len: int, is_causal: bool, block_size: int | None) -> ListSize:
@@ -237,7 +245,7 @@ def _lists(config: AttentionConfig, seq_len: int, is_causal: bool, block_size: i
     if isinstance(pattern, BlockLayout):
         if pattern.lengths != (seq_len, seq_len):
             raise ValueError(f"seq_len must be that of the layout, {pattern.lengths}, got {seq_len}")
-        return ListSize.of(pattern.causal if is_causal else pattern, seq_len, seq_len)
+        return ListSize.of(pattern.causal if is_causal else pattern)
     if isinstance(pattern, Branches):
         if block_size is not None:
             raise ValueError(f"block_size is chosen by dilated attention itself, got {block_size}")
@@ -247,21 +255,24 @@ def _lists(config: AttentionConfig, seq_len: int, is_causal: bool, block_size: i
     if isinstance(pattern, PerHead) and len(pattern.patterns) not in (config.heads, config.heads_kv):
         raise ValueError(f"heads must be the pattern's {len(pattern.patterns)}, got {config.heads}")
     size = min(pattern.block_sizes, default=DEFAULT_BLOCK_SIZE) if block_size is None else block_size
-    return ListSize.of(pattern, seq_len, seq_len, size)
+    return lists_of_pattern(pattern, seq_len, seq_len, size)
 
 
-def _backend(named: str, shape: Shape, lists: ListSize, device: Device, *, ring: bool) -> str:
-    """The backend that `ops.choose` takes for a plain call (a test asks both); a ring needs lse, which sdpa lacks."""
+def _backend(named: str, shape: Shape, lists: ListSize, device: Device, *, ring: bool) -> ModuleType:
+    """The backend that would run the call there. One that is named is taken, whether or not it can run here."""
     if named != "auto":
-        return named
-    half = shape.dtype in (torch.float16, torch.bfloat16)
-    grouped = shape.heads != shape.heads_kv and not (device.type == "cuda" and half)
-    wide = device.type != "cpu" and (shape.dtype == torch.float64 or shape.head_dim > 256)
-    if lists.kind is not None and not grouped and not wide and not ring:
-        return "sdpa"
-    if device.type == "cuda" and device.capability >= (8, 0) and not wide:
-        return "triton"
-    return "blockwise"
+        return BY_NAME[named]
+    request = Request(
+        device=torch.device(device.type) if device.here is None else device.here,
+        capability=device.capability if device.here is None else None,
+        dtype=shape.dtype,
+        kind=lists.kind,
+        square=shape.seq_q == shape.seq_k,
+        grouped=shape.heads != shape.heads_kv,
+        head_dim=shape.head_dim,
+        return_lse=ring,  # a rank's part is merged by it
+    )
+    return choose("auto", request)
 
 
 def _inputs(config: AttentionConfig, shape: Shape, training: bool) -> list[Item]:
@@ -294,16 +305,14 @@ def _inputs(config: AttentionConfig, shape: Shape, training: bool) -> list[Item]
 
 
 def _ring(shape: Shape, training: bool) -> list[Item]:
-    """Two receive buffers of a shard's keys and values, and the running result in the compute dtype."""
     phases = ("forward", "backward") if training else ("forward",)
-    partial = shape.q // shape.dtype.itemsize * shape.compute + shape.lse
+    workspace = ring.workspace(shape)
     items = [
-        Item("two receive buffers", "ring", 2 * 2 * shape.k, phases),
-        Item("running out and lse", "ring", partial, ("forward",)),
+        Item("two receive buffers", "ring", workspace.received, phases),
+        Item("running out and lse", "ring", workspace.running, ("forward",)),
     ]
     if training:
-        travelling = 2 * shape.k // shape.dtype.itemsize * shape.compute
-        items.append(Item("dk, dv on their way", "ring", 2 * travelling, ("backward",)))
+        items.append(Item("dk, dv on their way", "ring", workspace.returning, ("backward",)))
     return items
 
 

@@ -81,6 +81,7 @@ def errors_of_eager(case: Case, expected: tuple[Tensor, ...]) -> list[float]:
     """How far plain eager attention, every step in the case's own dtype, is from the oracle."""
     q, k, v = (x.detach().requires_grad_() for x in (case.q, case.k, case.v))
     layout = resolve_layout(q, k, case.layout, case.is_causal)
+    assert isinstance(layout, BlockLayout)
     heads, scale = q.shape[2], case.scale if case.scale is not None else q.shape[3] ** -0.5
     options = CallOptions(scale, key_padding_mask=case.key_padding_mask, document_ids=case.document_ids)
     keys, values = (x.repeat_interleave(heads // x.shape[2], dim=2) for x in (k, v))

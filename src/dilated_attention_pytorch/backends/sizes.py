@@ -1,0 +1,75 @@
+"""What a backend is asked for a plan of memory, and what it answers.
+
+Every backend has `workspace(request)`: the bytes that it allocates besides what it returns. It stands in the module
+that allocates them, so that who changes the one sees the other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..layout.size import ListSize
+from .base import compute_dtype
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """The tensors of a call, and their bytes."""
+
+    batch: int
+    seq_q: int
+    seq_k: int
+    heads: int
+    heads_kv: int
+    head_dim: int
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor) -> Shape:
+        (batch, seq_q, heads, head_dim), (_, seq_k, heads_kv, _) = q.shape, k.shape
+        return cls(
+            batch=batch, seq_q=seq_q, seq_k=seq_k, heads=heads, heads_kv=heads_kv, head_dim=head_dim, dtype=q.dtype
+        )
+
+    @property
+    def q(self) -> int:
+        return self.batch * self.seq_q * self.heads * self.head_dim * self.dtype.itemsize
+
+    @property
+    def k(self) -> int:
+        return self.batch * self.seq_k * self.heads_kv * self.head_dim * self.dtype.itemsize
+
+    @property
+    def lse(self) -> int:
+        return self.batch * self.heads * self.seq_q * self.compute
+
+    @property
+    def compute(self) -> int:
+        """Bytes of a number that is computed with."""
+        return compute_dtype(self.dtype).itemsize
+
+
+@dataclass(frozen=True, kw_only=True)
+class SizeRequest:
+    """A call as far as its memory depends on it.
+
+    Attributes:
+        device: "cpu" or "cuda".
+        threads: those of PyTorch, on a CPU.
+    """
+
+    shape: Shape
+    lists: ListSize
+    device: str
+    threads: int = 1
+
+
+class Workspace(NamedTuple):
+    """Bytes that a call newly allocates besides its results, at most at a time."""
+
+    forward: int
+    backward: int

@@ -1,0 +1,87 @@
+"""`ListSize`: how long the lists of a layout are, and how many bytes they and their making take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ..patterns.blocks import ceil_div
+from .layout import BlockLayout
+
+
+@dataclass(frozen=True, kw_only=True)
+class ListSize:
+    """How long the lists of a layout are; `of` measures one, `planning.counting` counts what a pattern would give."""
+
+    block_q: int
+    block_k: int
+    num_q_blocks: int
+    num_k_blocks: int
+    num_lists: int
+    list_heads: int  # lists a sample
+    blocks: int  # of all lists
+    widest: int  # blocks of the longest row
+    partial: int  # partial blocks of a row, at most
+    candidates: int  # looked at in building at a time, at most
+    intervals: int
+    named: bool  # whether every block names its rule
+    documents: int  # tokens of the table of documents
+    kind: str | None
+    num_residues: int = 1  # blocks take every so many-th token, as in `layout.branches`
+
+    @classmethod
+    def of(cls, layout: BlockLayout) -> ListSize:
+        lists = layout.by_query
+        return cls(
+            block_q=layout.block_q,
+            block_k=layout.block_k,
+            num_q_blocks=layout.num_q_blocks,
+            num_k_blocks=layout.num_k_blocks,
+            num_lists=layout.num_lists,
+            list_heads=layout.num_heads or 1,
+            blocks=len(lists.indices),
+            widest=int(lists.offsets.diff().max()),
+            partial=int((lists.offsets[1:] - lists.splits).max()),
+            candidates=0,
+            intervals=layout.rules.shape[1],
+            named=lists.rule_ids.numel() > 0,
+            documents=layout.documents.shape[1],
+            kind=layout.kind,
+            num_residues=layout.num_residues,
+        )
+
+    def shared_by(self, ranks: int) -> ListSize:
+        """The part of one rank: its rows."""
+        if ranks == 1:
+            return self
+        return replace(
+            self,
+            num_q_blocks=ceil_div(self.num_q_blocks, ranks),
+            num_k_blocks=ceil_div(self.num_k_blocks, ranks),
+            blocks=ceil_div(self.blocks, ranks),
+            documents=ceil_div(self.documents, ranks),
+        )
+
+    @property
+    def rows(self) -> int:
+        return self.num_lists * self.num_q_blocks
+
+    @property
+    def columns(self) -> int:
+        return self.num_lists * self.num_k_blocks
+
+    def by(self, rows: int, *, work_order: bool) -> int:
+        """Bytes of the lists in one orientation, with the order of work if that is kept."""
+        return 4 * (2 * rows + 1 + self.blocks * (2 if self.named else 1) + (4 * rows if work_order else 0))
+
+    @property
+    def rules(self) -> int:
+        """Bytes of the tables of rules and documents."""
+        return 20 * self.num_lists * self.intervals * ((1 << self.intervals) - 1) + 8 * self.documents
+
+    def building(self, *, by_key: bool) -> int:
+        """Bytes that making the lists takes besides.
+
+        A chunk of candidates as 64-bit numbers and the pieces beside their concatenation, or the sort for `by_key`.
+        """
+        first = 96 * self.candidates + self.by(self.rows, work_order=False)
+        return max(first, 40 * self.blocks) if by_key else first

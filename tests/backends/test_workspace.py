@@ -1,0 +1,76 @@
+"""`workspace`: the bytes that a backend says it allocates are those that it does."""
+
+import pytest
+import torch
+
+from dilated_attention_pytorch import BlockLayout, RandomBlocks, SlidingWindow, block_sparse_attention
+from dilated_attention_pytorch.backends import blockwise, triton
+from dilated_attention_pytorch.backends.scratch import Scratch
+from dilated_attention_pytorch.backends.sizes import Shape, SizeRequest
+from dilated_attention_pytorch.layout.size import ListSize
+from dilated_attention_pytorch.planning.counting import lists_of_pattern
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("pattern", "heads_kv"),
+    [(RandomBlocks(2, block_size=32), 4), (RandomBlocks(40, block_size=32), 2), (SlidingWindow(500, 0), 4)],
+    ids=["direct", "copied", "window"],
+)
+def test_scratch_memory_is_what_the_backend_asks_for(monkeypatch, pattern, heads_kv, dtype, training):
+    """The named buffers of a real call, added up, against the arithmetic (which also counts masks and plans)."""
+    asked: dict[int, dict[str, int]] = {}
+    call = Scratch.__call__
+
+    def watched(self, name, *shape):
+        given = call(self, name, *shape)
+        held = asked.setdefault(id(self), {})
+        held[name] = max(held.get(name, 0), given.numel() * given.element_size())
+        watching.append(self)
+        return given
+
+    watching: list[object] = []
+    monkeypatch.setattr(Scratch, "__call__", watched)
+    seq = 4000
+    q, k, v = (torch.ones(1, seq, h, 16, dtype=dtype, requires_grad=training) for h in (4, heads_kv, heads_kv))
+    out = block_sparse_attention(q, k, v, pattern)
+    if training:
+        asked.clear()
+        out.sum().backward()
+    named = sum(bytes for held in asked.values() for bytes in held.values())
+    shape = Shape(batch=1, seq_q=seq, seq_k=seq, heads=4, heads_kv=heads_kv, head_dim=16, dtype=dtype)
+    block = min(pattern.block_sizes, default=128)
+    lists = lists_of_pattern(pattern, seq, seq, block)
+    workspace = blockwise.workspace(SizeRequest(shape=shape, lists=lists, device="cpu"))
+    planned = workspace.backward if training else workspace.forward
+    assert 0.65 * planned <= named <= 1.05 * planned
+
+
+@pytest.mark.parametrize(("block", "seq"), [(16, 40), (32, 30)])
+def test_the_triton_kernels_are_given_what_the_planner_counts(monkeypatch, block, seq):
+    """Without a GPU, in the interpreter: what is allocated besides out, lse, dq, dk and dv."""
+    pytest.importorskip("triton", reason="needs triton, which there is for Linux alone")
+    q, k, v = (torch.randn(1, seq, h, 16, requires_grad=True) for h in (2, 1, 1))
+    layout = BlockLayout.from_pattern(SlidingWindow(20, 0), seq, block_size=block)
+    given = []
+
+    def watched(make):
+        def call(*args, **options):
+            made = make(*args, **options)
+            given.append(made.nbytes)
+            return made
+
+        return call
+
+    request = SizeRequest(shape=Shape.of(q, k), lists=ListSize.of(layout), device="cuda")
+    layout.order(by_key=True)
+    with monkeypatch.context() as patch:
+        for name in ("empty", "empty_like", "zeros", "zeros_like", "full", "full_like"):
+            patch.setattr(torch, name, watched(getattr(torch, name)))
+        out, lse = block_sparse_attention(q, k, v, layout, backend="triton", return_lse=True)
+        assert sum(given) == out.nbytes + lse.nbytes + triton.workspace(request).forward
+        given.clear()
+        do = out.new_ones(out.shape)
+        grads = torch.autograd.grad(out, (q, k, v), do)
+    assert sum(given) == sum(grad.nbytes for grad in grads) + triton.workspace(request).backward
