@@ -1,0 +1,33 @@
+# ruff: noqa: E501 - a case is a line
+"""Bad arguments of modules and the factory."""
+
+import torch
+
+from dilated_attention_pytorch import (
+    BlockSparseAttention,
+    BlockSparseHierarchical,
+    BlockSparseRingDilatedAttention,
+    BlockSparseRingMultiheadDilatedAttention,
+    Full,
+    SparsePatternConfig,
+    create_block_sparse_attention,
+)
+
+BAD = {
+    "batch_first a word": (lambda: BlockSparseRingMultiheadDilatedAttention(8, 2, batch_first="no"), TypeError, "batch_first must be True or False, got 'no'"),
+    "unknown preset": (lambda: BlockSparseHierarchical("deep"), ValueError, "levels must be pairs or one of .* got 'deep'"),
+    "segments without dilations": (lambda: BlockSparseRingDilatedAttention([2048]), ValueError, "must be given together or not at all"),
+    "segments for a window": (lambda: BlockSparseRingDilatedAttention([2048], [1], pattern_type="local_window"), ValueError, "segment_lengths and dilation_rates have no meaning for pattern_type 'local_window'"),
+    "config twice": (lambda: BlockSparseRingDilatedAttention(sparse_config=SparsePatternConfig(), block_size=64), ValueError, r"\['block_size'\] must be given in sparse_config or as keywords, not both"),
+    "config a dict": (lambda: BlockSparseRingDilatedAttention(sparse_config={"block_size": 64}), TypeError, "sparse_config must be a SparsePatternConfig, got dict"),
+    "module keyword": (lambda: BlockSparseRingDilatedAttention(sparcity=0.1), TypeError, "unknown keyword 'sparcity'; beside the arguments of its signature"),
+    "two dropouts": (lambda: BlockSparseRingDilatedAttention(dropout=0.1, attention_dropout=0.2), ValueError, "name the same thing and must agree, got 0.1 and 0.2"),
+    "module dropout": (lambda: BlockSparseRingDilatedAttention(dropout=2.0), ValueError, r"dropout must be in \[0, 1\), got 2.0"),
+    "module backend": (lambda: BlockSparseAttention(Full(), backend="fast"), ValueError, "backend must be one of .* got 'fast'"),
+    "module pattern": (lambda: BlockSparseAttention("full"), TypeError, "pattern must be a Pattern, got str"),
+    "embed_dim": (lambda: BlockSparseRingMultiheadDilatedAttention(10, 3), ValueError, "embed_dim must be a multiple of num_heads, got 10 and 3"),
+    "kv heads": (lambda: BlockSparseRingMultiheadDilatedAttention(12, 4, num_kv_heads=3), ValueError, "num_heads must be a multiple of num_kv_heads, got 4 and 3"),
+    "features": (lambda: BlockSparseRingMultiheadDilatedAttention(8, 2)(*[torch.randn(1, 5, 9)] * 3), ValueError, r"query must be \(batch, seq, features\) with 8 features, got \[1, 5, 9\]"),
+    "unknown variant": (lambda: create_block_sparse_attention("dense"), ValueError, "variant must be one of .* got 'dense'"),
+    "factory keyword": (lambda: create_block_sparse_attention("hierarchical", sparsity_ratio=0.1), TypeError, "unknown keyword 'sparsity_ratio' for variant 'hierarchical'; it takes"),
+}  # fmt: skip

@@ -1,0 +1,76 @@
+# ruff: noqa: E501 - a case is a line
+"""Bad arguments of the operators."""
+
+import torch
+
+from dilated_attention_pytorch import (
+    BlockLayout,
+    Causal,
+    Documents,
+    Full,
+    PerHead,
+    SparsePatternConfig,
+    block_sparse_attention,
+)
+
+
+def qkv(**changes):
+    """Good tensors, but for the changes."""
+    tensors = {name: torch.randn(2, 32, 4, 8) for name in "qkv"}
+    return {**tensors, **changes}
+
+
+def call(layout=None, options=None, **changes):
+    layout = Full() if layout is None else layout
+    return lambda: block_sparse_attention(*qkv(**changes).values(), layout, **(options or {}))
+
+
+LAYOUT = BlockLayout.from_block_mask(torch.ones(2, 2, dtype=torch.bool), 16)
+HEADS = BlockLayout.from_block_mask(torch.ones(3, 2, 2, dtype=torch.bool), 16)
+SAMPLES = BlockLayout.from_block_mask(torch.ones(3, 4, 2, 2, dtype=torch.bool), 16)
+
+BAD = {
+    # tensors
+    "q not a tensor": (call(q=[1.0]), TypeError, "q must be a tensor, got list"),
+    "q of rank 3": (call(q=torch.randn(2, 32, 8)), ValueError, r"q must have shape \(batch, seq, heads, head_dim\), got \[2, 32, 8\]"),
+    "k of rank 5": (call(k=torch.randn(1, 2, 32, 4, 8)), ValueError, r"k must have shape .* got \[1, 2, 32, 4, 8\]"),
+    "integers": (call(q=torch.ones(2, 32, 4, 8, dtype=torch.int32)), TypeError, "q must be float64, float32, bfloat16 or float16, got torch.int32"),
+    "complex": (call(q=torch.ones(2, 32, 4, 8, dtype=torch.complex64)), TypeError, "q must be float64.* got torch.complex64"),
+    "mixed dtypes": (call(v=torch.randn(2, 32, 4, 8).half()), TypeError, "v must have the dtype of q, torch.float32, got torch.float16"),
+    "mixed devices": (call(k=torch.randn(2, 32, 4, 8, device="meta")), ValueError, "k must be on the device of q, cpu, got meta"),
+    "batch sizes": (call(k=torch.randn(3, 32, 4, 8)), ValueError, "k must have the batch size of q, 2, got 3"),
+    "head dims": (call(k=torch.randn(2, 32, 4, 16)), ValueError, "k must have the head_dim of q, 8, got 16"),
+    "k and v lengths": (call(v=torch.randn(2, 31, 4, 8)), ValueError, r"k and v must have the same shape, got \[2, 32, 4, 8\] and \[2, 31, 4, 8\]"),
+    "heads not divisible": (call(k=torch.randn(2, 32, 3, 8), v=torch.randn(2, 32, 3, 8)), ValueError, "heads of q must be a multiple of heads of k, got 4 and 3"),
+    "empty sequence": (call(q=torch.randn(2, 0, 4, 8)), ValueError, r"q must not be empty, got shape \[2, 0, 4, 8\]"),
+    # layout or pattern
+    "no layout": (call(layout="full"), TypeError, "layout_or_pattern must be a BlockLayout or a Pattern, got str"),
+    "a config": (call(layout=SparsePatternConfig()), TypeError, "got a SparsePatternConfig: pass config.pattern"),
+    "a dense mask": (call(layout=torch.ones(32, 32)), TypeError, "layout_or_pattern must be a BlockLayout or a Pattern, got Tensor"),
+    "layout for another length": (call(layout=LAYOUT, q=torch.randn(2, 33, 4, 8)), ValueError, r"layout for lengths \(32, 32\), but q and k have \(33, 32\) tokens"),
+    "layout for other heads": (call(layout=HEADS), ValueError, "lists for all heads together, 4 heads of q or 4 of k, got 3"),
+    "layout for other samples": (call(layout=SAMPLES), ValueError, "lists for 2 samples, got 3"),
+    "layout elsewhere": (call(layout=LAYOUT.to("meta")), ValueError, "layout_or_pattern must be on the device of q, cpu, got meta"),
+    "pattern for other heads": (call(layout=PerHead((Full(), Causal()))), ValueError, "a pattern for each of 4 heads of q or 4 of k, got 2"),
+    "documents of another length": (call(layout=Documents((10, 10))), ValueError, "lengths of Documents must add up to seq_k = 32, got 20"),
+    # options
+    "NaN scale": (call(options={"scale": float("nan")}), ValueError, "scale must be finite, got nan"),
+    "infinite scale": (call(options={"scale": float("inf")}), ValueError, "scale must be finite, got inf"),
+    "scale a string": (call(options={"scale": "1"}), TypeError, "scale must be a number or None, got str"),
+    "dropout of one": (call(options={"dropout_p": 1.0}), ValueError, r"dropout_p must be in \[0, 1\), got 1.0"),
+    "dropout negative": (call(options={"dropout_p": -0.1}), ValueError, r"dropout_p must be in \[0, 1\), got -0.1"),
+    "dropout NaN": (call(options={"dropout_p": float("nan")}), ValueError, r"dropout_p must be in \[0, 1\), got nan"),
+    "dropout a tensor": (call(options={"dropout_p": torch.tensor(0.1)}), TypeError, "dropout_p must be a number, got Tensor"),
+    "is_causal a mask": (call(options={"is_causal": "yes"}), TypeError, "is_causal must be True or False, got 'yes'"),
+    "return_lse an int": (call(options={"return_lse": 1}), TypeError, "return_lse must be True or False, got 1"),
+    "unknown backend": (call(options={"backend": "cuda"}), ValueError, r"backend must be one of \['auto', 'sdpa', 'triton', 'blockwise', 'reference'\], got 'cuda'"),
+    "unknown keyword": (call(options={"attn_mask": None}), TypeError, "attn_mask"),
+    "padding of another shape": (call(options={"key_padding_mask": torch.zeros(2, 31, dtype=torch.bool)}), ValueError, r"key_padding_mask must have shape \(batch, seq_k\) = \[2, 32\], got \[2, 31\]"),
+    "padding of floats": (call(options={"key_padding_mask": torch.zeros(2, 32)}), TypeError, "key_padding_mask must be bool, True where a key is padding, got torch.float32"),
+    "padding a list": (call(options={"key_padding_mask": [[False] * 32] * 2}), TypeError, "key_padding_mask must be a tensor, got list"),
+    "padding elsewhere": (call(options={"key_padding_mask": torch.zeros(2, 32, dtype=torch.bool, device="meta")}), ValueError, "key_padding_mask must be on the device of q, cpu, got meta"),
+    "ids of floats": (call(options={"document_ids": torch.zeros(2, 32)}), TypeError, "document_ids must be int32 or int64, got torch.float32"),
+    "ids of another shape": (call(options={"document_ids": torch.zeros(32, dtype=torch.int64)}), ValueError, r"document_ids must have shape .* \[2, 32\], got \[32\]"),
+    "ids with fewer keys": (call(options={"document_ids": torch.zeros(2, 32, dtype=torch.int64)}, q=torch.randn(2, 40, 4, 8)), ValueError, "document_ids needs seq_q <= seq_k .* got 40 > 32"),
+    "scale beyond float32": (call(options={"scale": 1e300}), ValueError, "scale must be finite, got 1e\\+300"),
+}  # fmt: skip
