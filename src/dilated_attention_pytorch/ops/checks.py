@@ -59,6 +59,13 @@ def check_dropout(dropout_p: float, name: str = "dropout_p") -> float:
     return float(dropout_p)
 
 
+def check_device(device: object) -> torch.device:
+    try:
+        return torch.device(device)  # type: ignore[call-overload]
+    except (RuntimeError, TypeError):
+        raise ValueError(f"device must be one that PyTorch knows, such as 'cpu' or 'cuda:0', got {device!r}") from None
+
+
 def check_softcap(softcap: float | None) -> float:
     if softcap is None:
         return 0.0
