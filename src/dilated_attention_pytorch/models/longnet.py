@@ -29,6 +29,7 @@ from ..ops.checks import check_dropout
 from ..ops.choose import check_backend
 from ..patterns import Branches, Full
 from ..patterns.base import check_flag, check_int
+from ..patterns.branches import check_heads
 from .storage import load_tensors, save_tensors
 
 
@@ -78,6 +79,7 @@ class LongNetConfig:
             raise ValueError(f"num_heads must be a multiple of num_kv_heads, got {heads} and {heads_kv}")
         object.__setattr__(self, "segment_lengths", self.branches.segment_lengths)
         object.__setattr__(self, "dilation_rates", self.branches.dilation_rates)
+        check_heads(self.dilation_rates, self.num_heads)
         check_dropout(self.dropout, "dropout")
         check_dropout(self.attention_dropout, "attention_dropout")
         if not isinstance(self.rotary_base, int | float) or isinstance(self.rotary_base, bool):

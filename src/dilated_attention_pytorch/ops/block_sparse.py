@@ -13,7 +13,7 @@ from ..backends.base import Extras, compute_dtype
 from ..layout import BlockLayout
 from ..memory import active_source, drawing_from
 from ..patterns import Pattern
-from .checks import check_qkv, check_scale, refuse_branches, resolve_layout
+from .checks import check_qkv, check_scale, refuse_branches, resolve_layout, tokens_first
 from .choose import BY_NAME, check_backend, check_call, choose_for, leave_autocast
 from .weights import BlockSparseWeights, attention_weights
 
@@ -34,6 +34,7 @@ def block_sparse_attention(
     sinks: Tensor | None = None,
     return_lse: bool = False,
     backend: str = "auto",
+    layout: str = "bshd",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention over the pairs that a layout or pattern allows (union: a key counts once).
 
@@ -56,30 +57,35 @@ def block_sparse_attention(
             lse then counts it. It gets its gradient, and its column is never dropped.
         return_lse: also return the log-sum-exp of each row, (batch, heads, seq_q), float32 (float64 for float64).
         backend: "auto", or the one to use: "sdpa", "triton", "blockwise", "reference". One that cannot run is an error.
+        layout: "bshd", or "bhsd" for q, k, v and out of (batch, heads, seq, head_dim). They are read through transposed
+            views, not copied; kernels are fastest where the heads of a token lie together in memory, as in the views
+            that `x.unflatten(-1, (heads, head_dim)).transpose(1, 2)` makes of a projection.
 
     Returns:
         out like q, or (out, lse). A query that may see no key gives out 0, lse −inf (or its sink) and no gradient.
     """
+    if layout != "bshd":
+        q, k, v = tokens_first(layout, q, k, v)
     q, k, v, autocast_off = leave_autocast(q, k, v)
-    kind, layout = None, layout_or_pattern
-    if isinstance(layout, BlockLayout | Pattern) and nobody_looks_on(q, k, v):
+    kind, what = None, layout_or_pattern
+    if isinstance(what, BlockLayout | Pattern) and nobody_looks_on(q, k, v):
         others = key_padding_mask, document_ids, softcap, alibi_slopes, sinks
         kind = _kind((q, k, v), (is_causal, scale, dropout_p, return_lse, backend), others)
     with autocast_off:
-        if kind is not None and isinstance(layout, Pattern):
+        if kind is not None and isinstance(what, Pattern):
             check_backend(backend)
             check_qkv(q, k, v)
             check_scale(scale, q.shape[3])
-            layout, is_causal = resolve_layout(q, k, layout, is_causal), False
-        known = None if kind is None else layout.notes.get(kind)  # type: ignore[union-attr]
+            what, is_causal = resolve_layout(q, k, what, is_causal), False
+        known = None if kind is None else what.notes.get(kind)  # type: ignore[union-attr]
         if known is None:
             check_backend(backend)
-            refuse_branches(layout)
+            refuse_branches(what)
             whole, extras = check_call(
                 q,
                 k,
                 v,
-                layout,
+                what,
                 is_causal=is_causal,
                 scale=scale,
                 dropout_p=dropout_p,
@@ -92,10 +98,12 @@ def block_sparse_attention(
             )
             chosen = choose_for(q, k, whole, extras, backend, return_lse or sinks is not None)
             if kind is not None:
-                layout.note(kind, _Known(extras, chosen, hasattr(chosen, "attention"), None))  # type: ignore[union-attr]
+                what.note(kind, _Known(extras, chosen, hasattr(chosen, "attention"), None))  # type: ignore[union-attr]
             out, lse = run(q, k, v, whole, extras, chosen, sinks=sinks)
         else:
-            out, lse = _run_known(q, k, v, layout, is_causal, kind, known)  # type: ignore[arg-type]
+            out, lse = _run_known(q, k, v, what, is_causal, kind, known)  # type: ignore[arg-type]
+    if layout != "bshd":
+        out = out.transpose(1, 2)
     if not return_lse:
         return out
     assert lse is not None

@@ -15,6 +15,7 @@ from ..backends.base import Extras, Request
 from ..layout import BlockLayout
 from ..patterns import Branches, Pattern
 from ..patterns.base import check_flag
+from ..patterns.branches import check_heads
 from .checks import (
     check_dropout,
     check_masks,
@@ -24,6 +25,7 @@ from .checks import (
     check_slopes,
     check_softcap,
     resolve_layout,
+    tokens_first,
 )
 
 # The first that can run is chosen. The reference is the definition; it is quadratic and runs only when named.
@@ -96,13 +98,16 @@ def explain(
     sinks: Tensor | None = None,
     return_lse: bool = False,
     backend: str = "auto",
+    layout: str = "bshd",
 ) -> Explanation:
     """Which backend `block_sparse_attention` would run with the same arguments, and why no other. Computes nothing.
 
     With `Branches` in place of the pattern, the same for `dilated_attention`.
     """
+    if layout != "bshd":
+        q, k, v = tokens_first(layout, q, k, v)
     q, k, v, _ = leave_autocast(q, k, v)
-    layout, extras = check_call(
+    whole, extras = check_call(
         q,
         k,
         v,
@@ -117,7 +122,9 @@ def explain(
         sinks=sinks,
         return_lse=return_lse,
     )
-    request = request_of(q, k, layout, extras, return_lse=return_lse or sinks is not None, backend=backend)
+    if isinstance(layout_or_pattern, Branches):
+        check_heads(layout_or_pattern.dilation_rates, q.shape[2])
+    request = request_of(q, k, whole, extras, return_lse=return_lse or sinks is not None, backend=backend)
     chosen = choose(backend, request).name
     reasons = {}
     for name, module in BY_NAME.items():

@@ -27,6 +27,7 @@ from .checks import (
     check_sinks,
     check_slopes,
     check_softcap,
+    tokens_first,
 )
 from .choose import leave_autocast
 
@@ -49,6 +50,7 @@ def decode_attention(
     sinks: Tensor | None = None,
     return_lse: bool = False,
     backend: str = "auto",
+    layout: str = "bshd",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of the last tokens of each sample over a cache, at the cost of the blocks that they see.
 
@@ -69,10 +71,14 @@ def decode_attention(
         key_padding_mask: bool (batch, capacity), True where a key is padding and hidden.
         scale, softcap, alibi_slopes, sinks, return_lse: as in `block_sparse_attention`.
         backend: "auto", "triton" or "blockwise".
+        layout: "bshd", or "bhsd" for q, out and a cache of (batch, heads, seq, head_dim) or (pages, heads, page_size,
+            head_dim), read as it lies.
 
     Returns:
         out like q, or (out, lse) with lse (batch, heads, new).
     """
+    if layout != "bshd":
+        q, k, v = tokens_first(layout, q, k, v)
     q, k, v, autocast_off = leave_autocast(q, k, v)
     _check_cache(q, k, v, page_table)
     check_flag("is_causal", is_causal)
@@ -109,6 +115,8 @@ def decode_attention(
         )
         if sinks is not None:
             out, lse = with_sinks(out, lse, sinks)
+    if layout != "bshd":
+        out = out.transpose(1, 2)
     return (out, lse) if return_lse else out
 
 

@@ -11,9 +11,9 @@ from torch import Tensor
 from ..patterns import Branches
 from ..patterns.base import check_flag, constant_in_graphs
 from ..patterns.blocks import check_branches
-from ..patterns.branches import check_head_offsets
+from ..patterns.branches import check_head_offsets, check_heads
 from .block_sparse import attend
-from .checks import resolve_layout
+from .checks import resolve_layout, tokens_first
 from .choose import check_backend, check_call, leave_autocast
 
 
@@ -35,6 +35,7 @@ def dilated_attention(
     sinks: Tensor | None = None,
     return_lse: bool = False,
     backend: str = "auto",
+    layout: str = "bshd",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact dilated attention: branches mixed by their softmax denominators, which is one softmax over all their keys.
 
@@ -45,9 +46,11 @@ def dilated_attention(
         q: (batch, seq_q, heads, head_dim), float64, float32, bfloat16 or float16.
         k, v: (batch, seq_k, heads_kv, head_dim) with heads a multiple of heads_kv. The last query stands at the
             position of the last key. Offsets are those of the query heads.
-        segment_lengths, dilation_rates: w and r of each branch: any positive integers, for any length.
+        segment_lengths, dilation_rates: w and r of each branch: positive integers with r ≤ w, the smallest r at most
+            twice the number of heads, for any length. See `Branches`.
         is_causal: also hide every key that comes after the query.
-        scale, key_padding_mask, softcap, alibi_slopes, sinks, return_lse, backend: as in `block_sparse_attention`.
+        scale, key_padding_mask, softcap, alibi_slopes, sinks, return_lse, backend, layout: as in
+            `block_sparse_attention`.
         dropout_p: share of the weights that is dropped, in [0, 1); a key that counts m times is kept or dropped as one.
         head_offsets: o(h): "interleaved", h mod r as in the paper, or "grouped", h // ceil(heads / r) as in torchscale.
         detach_branch_weights: leave the branches' mixing weights out of the gradient, as torchscale trains. The result
@@ -56,6 +59,8 @@ def dilated_attention(
     Returns:
         out like q, or (out, lse). A query that no branch keeps gives out 0, lse −inf and no gradient.
     """
+    if layout != "bshd":
+        q, k, v = tokens_first(layout, q, k, v)
     q, k, v, autocast_off = leave_autocast(q, k, v)
     check_backend(backend)
     check_flag("detach_branch_weights", detach_branch_weights)
@@ -63,7 +68,7 @@ def dilated_attention(
     check_head_offsets(head_offsets)
     branches, alone = _branches_of(tuple(segment_lengths), tuple(dilation_rates), head_offsets)
     with autocast_off:
-        layout, extras = check_call(
+        whole, extras = check_call(
             q,
             k,
             v,
@@ -77,10 +82,13 @@ def dilated_attention(
             sinks=sinks,
             return_lse=return_lse,
         )
+        check_heads(dilation_rates, q.shape[2])
         parts = []
         if detach_branch_weights and len(alone) > 1:
             parts = [resolve_layout(q, k, branch, is_causal) for branch in alone]
-        out, lse = attend(q, k, v, layout, extras, backend, return_lse=return_lse, sinks=sinks, parts=parts)
+        out, lse = attend(q, k, v, whole, extras, backend, return_lse=return_lse, sinks=sinks, parts=parts)
+    if layout != "bshd":
+        out = out.transpose(1, 2)
     if not return_lse:
         return out
     assert lse is not None
