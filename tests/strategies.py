@@ -143,11 +143,13 @@ def cases(draw, dropout=False, most=150, shaped=True):
 
 
 @st.composite
-def branches(draw, most=150):
-    """Segments shorter and longer than the sequence, dilations larger than their segments, any offsets."""
+def branches(draw, most=150, heads=1):
+    """Segments shorter and longer than the sequence, dilations up to their segments, any offsets; for so many heads."""
     length = st.one_of(st.integers(1, most), st.sampled_from([16, 32, 48, 64, 96, 128, 2 * most]))
     rate = st.one_of(st.integers(1, 7), st.sampled_from([1, 2, 4, 6, 12, most]))
-    pairs = draw(st.lists(st.tuples(length, rate), min_size=1, max_size=4))
+    pairs = [(w, min(w, r)) for w, r in draw(st.lists(st.tuples(length, rate), min_size=1, max_size=4))]
+    if min(r for _, r in pairs) > 2 * heads:
+        pairs[0] = pairs[0][0], draw(st.integers(1, min(2 * heads, pairs[0][0])))
     return Branches(*zip(*pairs, strict=True), draw(st.sampled_from(["interleaved", "grouped"])))
 
 
@@ -169,7 +171,7 @@ def dilated_cases(draw, dropout=False, most=150, shaped=True):
         q=normal(batch, seq_q, heads, 4),
         k=normal(batch, seq_k, heads_kv, 4),
         v=normal(batch, seq_k, heads_kv, 4),
-        layout=draw(branches(most)),
+        layout=draw(branches(most, heads)),
         do=normal(batch, seq_q, heads, 4),
         dlse=normal(batch, heads, seq_q),
         is_causal=draw(st.booleans()),

@@ -1,6 +1,8 @@
 # ruff: noqa: E501 - a case is a line
 """Bad arguments of modules and the factory."""
 
+from functools import partial
+
 import torch
 
 from dilated_attention_pytorch import (
@@ -9,13 +11,17 @@ from dilated_attention_pytorch import (
     BlockSparseHierarchical,
     BlockSparseRingDilatedAttention,
     BlockSparseRingMultiheadDilatedAttention,
+    DilatedAttention,
     Full,
+    MultiheadDilatedAttention,
     SparsePatternConfig,
     SparsitySchedule,
     create_block_sparse_attention,
 )
 
 ADAPTIVE = BlockSparseAdaptive(0.2, block_size=16)
+X = torch.ones(1, 5, 8)
+QKV = dict(zip("qkv", torch.ones(3, 1, 16, 2, 8), strict=True))
 
 BAD = {
     "batch_first a word": (lambda: BlockSparseRingMultiheadDilatedAttention(8, 2, batch_first="no"), TypeError, "batch_first must be True or False, got 'no'"),
@@ -32,6 +38,14 @@ BAD = {
     "embed_dim": (lambda: BlockSparseRingMultiheadDilatedAttention(10, 3), ValueError, "embed_dim must be a multiple of num_heads, got 10 and 3"),
     "kv heads": (lambda: BlockSparseRingMultiheadDilatedAttention(12, 4, num_kv_heads=3), ValueError, "num_heads must be a multiple of num_kv_heads, got 4 and 3"),
     "features": (lambda: BlockSparseRingMultiheadDilatedAttention(8, 2)(*[torch.randn(1, 5, 9)] * 3), ValueError, r"query must be \(batch, seq, features\) with 8 features, got \[1, 5, 9\]"),
+    **{
+        f"a sparse {name}": (partial(DilatedAttention([16], [1]), **{**QKV, name: QKV[name].to_sparse()}), TypeError, f"{name} must be dense, got a tensor of layout torch.sparse_coo")
+        for name in "qkv"
+    },
+    "a sparse query": (lambda: MultiheadDilatedAttention(8, 2, [16], [1])(torch.ones(1, 5, 8).to_sparse(), X, X), TypeError, "query must be dense, got a tensor of layout torch.sparse_coo"),
+    "a sparse value": (lambda: BlockSparseRingMultiheadDilatedAttention(8, 2)(X, X, X.to_sparse()), TypeError, "value must be dense, got a tensor of layout torch.sparse_coo"),
+    "heads that keep too few tokens": (lambda: MultiheadDilatedAttention(64, 2, [64], [5]), ValueError, "dilation_rates must have one of at most 4, twice the number of heads, .* got"),
+    "dilations first": (lambda: MultiheadDilatedAttention(64, 8, [1, 2, 4], [256, 512, 1024]), ValueError, "every dilation rate must be at most its segment length, got 256 in a segment of 1: .* Did you pass dilations first"),
     "unknown variant": (lambda: create_block_sparse_attention("dense"), ValueError, "variant must be one of .* got 'dense'"),
     "factory keyword": (lambda: create_block_sparse_attention("hierarchical", sparsity_ratio=0.1), TypeError, "unknown keyword 'sparsity_ratio' for variant 'hierarchical'; it takes"),
     # schedules

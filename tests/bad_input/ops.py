@@ -1,6 +1,8 @@
 # ruff: noqa: E501 - a case is a line
 """Bad arguments of the operators."""
 
+from functools import partial
+
 import torch
 
 from dilated_attention_pytorch import (
@@ -10,7 +12,15 @@ from dilated_attention_pytorch import (
     Full,
     PerHead,
     SparsePatternConfig,
+    TopK,
+    block_masses,
     block_sparse_attention,
+    decode_attention,
+    dilated_attention,
+    explain,
+    kept_mass,
+    merge_attention,
+    select_blocks,
 )
 
 
@@ -29,6 +39,26 @@ LAYOUT = BlockLayout.from_block_mask(torch.ones(2, 2, dtype=torch.bool), 16)
 HEADS = BlockLayout.from_block_mask(torch.ones(3, 2, 2, dtype=torch.bool), 16)
 SAMPLES = BlockLayout.from_block_mask(torch.ones(3, 4, 2, 2, dtype=torch.bool), 16)
 
+BRANCHES = {"segment_lengths": [16], "dilation_rates": [1]}
+
+
+def jagged(x):
+    return torch.nested.nested_tensor(list(x), layout=torch.jagged)
+
+
+# What takes q, k and v, and which of them it looks at.
+OPERATORS = {
+    "block_sparse_attention": (lambda q, k, v: block_sparse_attention(q, k, v, Causal()), "qkv"),
+    "block_sparse_attention of a layout": (lambda q, k, v: block_sparse_attention(q, k, v, LAYOUT), "qkv"),
+    "block_sparse_attention, heads first": (lambda q, k, v: block_sparse_attention(q, k, v, Causal(), layout="bhsd"), "qkv"),
+    "dilated_attention": (lambda q, k, v: dilated_attention(q, k, v, **BRANCHES), "qkv"),
+    "decode_attention": (lambda q, k, v: decode_attention(q, k, v, Causal()), "qkv"),
+    "explain": (lambda q, k, v: explain(q, k, v, Causal()), "qkv"),
+    "select_blocks": (lambda q, k, v: select_blocks(q, k, selector=TopK(0.5), block_size=16), "qk"),
+    "block_masses": (lambda q, k, v: block_masses(q, k, block_size=16), "qk"),
+    "kept_mass": (lambda q, k, v: kept_mass(q, k, LAYOUT), "qk"),
+}  # fmt: skip
+
 BAD = {
     # tensors
     "q not a tensor": (call(q=[1.0]), TypeError, "q must be a tensor, got list"),
@@ -42,6 +72,21 @@ BAD = {
     "head dims": (call(k=torch.randn(2, 32, 4, 16)), ValueError, "k must have the head_dim of q, 8, got 16"),
     "k and v lengths": (call(v=torch.randn(2, 31, 4, 8)), ValueError, r"k and v must have the same shape, got \[2, 32, 4, 8\] and \[2, 31, 4, 8\]"),
     "heads not divisible": (call(k=torch.randn(2, 32, 3, 8), v=torch.randn(2, 32, 3, 8)), ValueError, "heads of q must be a multiple of heads of k, got 4 and 3"),
+    **{
+        f"{kind} {name} of {operator}": (partial(run, **qkv(**{name: make(qkv()[name])})), TypeError, f"{name} must be dense, got a tensor of layout torch.{kind}")
+        for operator, (run, names) in OPERATORS.items()
+        for name in names
+        for kind, make in (("sparse_coo", torch.Tensor.to_sparse), ("jagged", jagged))
+    },
+    "sparse parts": (lambda: merge_attention([qkv()["q"].to_sparse()], [torch.zeros(2, 4, 32)]), TypeError, "outs must be dense, got a tensor of layout torch.sparse_coo"),
+    "sparse lse of parts": (lambda: merge_attention([qkv()["q"]], [torch.zeros(2, 4, 32).to_sparse()]), TypeError, "lses must be dense, got a tensor of layout torch.sparse_coo"),
+    "an order of dimensions that is none": (call(options={"layout": "bnsd"}), ValueError, r"layout must be 'bshd' for tensors of \(batch, seq, heads, head_dim\) or 'bhsd' for .*, got 'bnsd'"),
+    "a layout for the order of dimensions": (call(options={"layout": LAYOUT}), ValueError, r"layout must be 'bshd' .* got BlockLayout\("),
+    "a layout of PyTorch for it": (lambda: dilated_attention(**qkv(), **BRANCHES, layout=torch.strided), ValueError, "layout must be 'bshd' .* got torch.strided"),
+    "no order": (lambda: decode_attention(**qkv(), pattern=Causal(), layout=None), ValueError, "layout must be 'bshd' .* got None"),
+    "an order in capitals": (lambda: explain(**qkv(), layout_or_pattern=Causal(), layout="BHSD"), ValueError, "layout must be 'bshd' .* got 'BHSD'"),
+    "heads first of rank 3": (call(q=torch.randn(2, 32, 8), options={"layout": "bhsd"}), ValueError, r"q must have shape \(batch, heads, seq, head_dim\), got \[2, 32, 8\]"),
+    "heads first a list": (call(k=[1.0], options={"layout": "bhsd"}), ValueError, r"k must have shape \(batch, heads, seq, head_dim\), got list"),
     "empty sequence": (call(q=torch.randn(2, 0, 4, 8)), ValueError, r"q must not be empty, got shape \[2, 0, 4, 8\]"),
     # layout or pattern
     "no layout": (call(layout="full"), TypeError, "layout_or_pattern must be a BlockLayout or a Pattern, got str"),

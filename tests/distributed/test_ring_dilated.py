@@ -11,6 +11,7 @@ from dilated_attention_pytorch import Placement, dilated_attention
 from dilated_attention_pytorch.patterns import Branches
 from tests.distributed import work
 from tests.distributed.processes import ByRank
+from tests.strategies import branches
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
 
@@ -88,14 +89,13 @@ def calls(draw):
         placements, over = (placement, placement), {"placement": placement}
     heads_kv = draw(st.integers(1, 2))
     heads, batch = heads_kv * draw(st.integers(1, 2)), draw(st.integers(1, 2))
-    num = draw(st.integers(1, 3))
-    length = st.sampled_from([16, 32, 64, 128, 256]) | st.integers(1, 300)
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    which = draw(branches(256, heads))
     options = {
-        "segment_lengths": [draw(length) for _ in range(num)],
-        "dilation_rates": [draw(st.sampled_from([1, 2, 3, 4, 8])) for _ in range(num)],
+        "segment_lengths": which.segment_lengths,
+        "dilation_rates": which.dilation_rates,
         "is_causal": draw(st.booleans()),
-        "head_offsets": draw(st.sampled_from(["interleaved", "grouped"])),
+        "head_offsets": which.head_offsets,
         "detach_branch_weights": draw(st.booleans()),
         "dropout_p": draw(st.sampled_from([0.0, 0.3])),
     }

@@ -170,6 +170,10 @@ def refused_branches(group):
         ring_block_sparse_attention(q, q, q, Branches((16,), (1,)), group=group)
     with pytest.raises(ValueError, match="segment_lengths and dilation_rates must have the same"):
         ring_dilated_attention(q, q, q, segment_lengths=[16], dilation_rates=[1, 2], group=group)
+    with pytest.raises(ValueError, match="Did you pass dilations first"):
+        ring_dilated_attention(q, q, q, segment_lengths=[1, 2], dilation_rates=[256, 512], group=group)
+    with pytest.raises(ValueError, match=rf"one of at most {2 * q.shape[2]}, twice the number of heads"):
+        ring_dilated_attention(q, q, q, segment_lengths=[64], dilation_rates=[2 * q.shape[2] + 1], group=group)
 
 
 def attend_dilated_counted(group, shards, options):

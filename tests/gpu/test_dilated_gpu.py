@@ -102,15 +102,15 @@ def test_random_calls(part):
     for i in range(10):
         chance = random.Random(part * 1000 + i)
         torch.manual_seed(chance.randrange(2**31))
-        num = chance.randrange(1, 4)
-        branches = Branches(
-            [chance.choice([64, 100, 256, 512, 700]) for _ in range(num)],
-            [chance.choice([1, 2, 3, 4]) for _ in range(num)],
-            chance.choice(["interleaved", "grouped"]),
-        )
         seq, heads_kv = chance.randrange(1, 800), chance.randrange(1, 4)
         seq_q = chance.choice([seq, seq, chance.randrange(1, 800)])
         heads = heads_kv * chance.choice([1, 2])
+        num = chance.randrange(1, 4)
+        branches = Branches(
+            [chance.choice([64, 100, 256, 512, 700]) for _ in range(num)],
+            [chance.choice([1, 2]), *(chance.choice([1, 2, 3, 4]) for _ in range(num - 1))],
+            chance.choice(["interleaved", "grouped"]),
+        )
         case = case_of(branches, seq=seq, seq_q=seq_q, heads=heads, heads_kv=heads_kv, is_causal=chance.random() < 0.5)
         try:
             assert_exact(case, "triton")

@@ -41,6 +41,7 @@ from ..ops.merge import merge_parts
 from ..patterns import Branches, Causal, Pattern
 from ..patterns.base import check_flag
 from ..patterns.blocks import BLOCK_SIZES
+from ..patterns.branches import check_heads
 from .agreement import agree, digest, refusing, told
 from .exchange import Group, Pending, check_group, exchange
 from .plan import Part, Plan, Step, Work, make_plan, remember_plan, remembered_plan
@@ -156,6 +157,8 @@ def ring_dilated_attention(
     with refusing(group):
         check_flag("detach_branch_weights", detach_branch_weights)
         branches = Branches(segment_lengths, dilation_rates, head_offsets)
+        if isinstance(q, Tensor) and q.ndim == 4:  # anything else is refused below
+            check_heads(branches.dilation_rates, q.shape[2])
     parts = branches.alone() if detach_branch_weights and len(branches) > 1 else [branches]
     out, lse = _attend(q, k, v, parts, group, placement, return_lse, document_ids=None, **options)
     return (out, lse) if return_lse else out

@@ -217,8 +217,6 @@ def _of_rows(
     """The lists of neighbouring query blocks."""
     found, uniform = [], []
     for segment, dilation, offset in head:
-        if offset >= segment:
-            continue  # the head keeps no token of any segment
         query_block, key_block, alike = _of_branch(rows, segment, dilation, offset, queries, keys)
         found.append(query_block * keys.num_blocks + key_block)
         uniform.append(alike)

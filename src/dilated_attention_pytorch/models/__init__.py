@@ -1,5 +1,5 @@
 """Models on dilated attention."""
 
-from .longnet import LongNet, LongNetConfig, LongNetDecoderLayer, LongNetEncoderLayer, LongNetLM
+from .longnet import KVCache, LongNet, LongNetConfig, LongNetDecoderLayer, LongNetEncoderLayer, LongNetLM
 
-__all__ = ["LongNet", "LongNetConfig", "LongNetDecoderLayer", "LongNetEncoderLayer", "LongNetLM"]
+__all__ = ["KVCache", "LongNet", "LongNetConfig", "LongNetDecoderLayer", "LongNetEncoderLayer", "LongNetLM"]

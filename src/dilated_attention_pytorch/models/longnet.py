@@ -29,6 +29,7 @@ from ..ops.checks import check_dropout
 from ..ops.choose import check_backend
 from ..patterns import Branches, Full
 from ..patterns.base import check_flag, check_int
+from ..patterns.branches import check_heads
 from .storage import load_tensors, save_tensors
 
 
@@ -64,19 +65,27 @@ class LongNetConfig:
     backend: str = "auto"
 
     def __post_init__(self) -> None:
+        for name in ("vocab_size", "dim", "num_layers", "num_heads"):
+            check_int(name, getattr(self, name), least=1)
         for name, default in (("num_kv_heads", self.num_heads), ("hidden_dim", 4 * self.dim)):
             if getattr(self, name) is None:
                 object.__setattr__(self, name, default)
-        for name in ("vocab_size", "dim", "num_layers", "num_heads", "num_kv_heads", "hidden_dim"):
             check_int(name, getattr(self, name), least=1)
         if self.dim % (2 * self.num_heads):
             raise ValueError(f"dim must be a multiple of 2 · num_heads, got {self.dim} and {self.num_heads} heads")
+        heads, heads_kv = self.num_heads, self.num_kv_heads
+        assert heads_kv is not None
+        if heads % heads_kv:
+            raise ValueError(f"num_heads must be a multiple of num_kv_heads, got {heads} and {heads_kv}")
         object.__setattr__(self, "segment_lengths", self.branches.segment_lengths)
         object.__setattr__(self, "dilation_rates", self.branches.dilation_rates)
+        check_heads(self.dilation_rates, self.num_heads)
         check_dropout(self.dropout, "dropout")
         check_dropout(self.attention_dropout, "attention_dropout")
-        if not self.rotary_base > 1.0:
-            raise ValueError(f"rotary_base must be greater than 1, got {self.rotary_base}")
+        if not isinstance(self.rotary_base, int | float) or isinstance(self.rotary_base, bool):
+            raise TypeError(f"rotary_base must be a number, got {self.rotary_base!r}")
+        if not 1.0 < self.rotary_base < math.inf:
+            raise ValueError(f"rotary_base must be greater than 1 and finite, got {self.rotary_base}")
         check_flag("checkpointing", self.checkpointing)
         check_backend(self.backend)
 
@@ -111,35 +120,93 @@ class Rotary(NamedTuple):
 
 
 class KVCache:
-    """Keys and values of the tokens so far, for a model that goes on token by token.
+    """Keys and values of the tokens so far, for a model that goes on with any number of new ones.
 
-    A step reads only the keys that some branch holds for the new token, each as often as branches do. No branch looks
-    back farther than the longest segment, so no more positions than that are stored, however long the sequence gets.
+    A single new token reads only the keys that some branch holds for it, each as often as branches do. Several are
+    attended to as in the whole sequence, over the keys since the segments of all branches last began together. No
+    branch looks back farther than the longest segment, so no more positions than that are stored, however long the
+    sequence gets.
     """
 
     def __init__(self, branches: Branches, max_length: int) -> None:
+        check_int("max_length", max_length, least=1)
         self.branches, self.max_length = branches, max_length
         self.slots = min(max_length, max(branches.segment_lengths))
         self.length = 0
         self._stored: dict[int, tuple[Tensor, Tensor]] = {}
+        self._kept: dict[int, int] = {}  # tokens of each layer: more than `length` between its call and `advance`
         self._held: tuple[Tensor, Tensor] | None = None
 
-    def keep(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Store the keys and values of the next tokens of a layer."""
-        batch, seq, *rest = k.shape
-        if self.length + seq > self.max_length:
-            raise ValueError(
-                f"max_length must be at least the {self.length + seq} tokens so far, got {self.max_length}"
+    def check(self, num_layers: int) -> None:
+        """Refuse a cache that another number of layers began."""
+        if self.length > 0 and len(self._stored) != num_layers:
+            raise ValueError(f"cache must be of a model with {num_layers} layers, got one of {len(self._stored)}")
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, attention: DilatedAttention) -> Tensor:
+        """The attention of the next tokens of a layer, (batch, seq, heads, head_dim); keeps their keys and values."""
+        self._check_next(layer, k, attention)
+        if self.length > 0 and q.shape[1] == 1:
+            self._keep(layer, k, v)
+            return self._of_newest(layer, q)
+        keys, values = self._with_those_before(layer, k, v)
+        out = attention(q, keys, values, is_causal=True)
+        self._keep(layer, k, v)
+        assert isinstance(out, Tensor)
+        return out
+
+    def advance(self, tokens: int) -> None:
+        """Every layer has attended for these tokens."""
+        self.length += tokens
+        self._held = None
+
+    def _check_next(self, layer: int, k: Tensor, attention: DilatedAttention) -> None:
+        if attention.branches != self.branches:
+            raise ValueError(f"cache must be of a model with {attention.branches}, got one with {self.branches}")
+        tokens = self.length + k.shape[1]
+        if tokens > self.max_length:
+            raise ValueError(f"max_length must be at least the {tokens} tokens so far, got {self.max_length}")
+        if layer not in self._stored:
+            if self.length > 0:
+                raise ValueError(f"layer must be one that the cache has keys of, {list(self._stored)}, got {layer}")
+            return
+        stored = self._stored[layer][0]
+        for name, of_cache, given in (
+            ("samples", len(stored), len(k)),
+            ("key heads", stored.shape[2], k.shape[2]),
+            ("features of a head", stored.shape[3], k.shape[3]),
+            ("dtype", stored.dtype, k.dtype),
+            ("device", stored.device, k.device),
+        ):
+            if of_cache != given:
+                raise ValueError(f"a cache goes on with the same {name}, {of_cache}, got {given}")
+        if self._kept[layer] != self.length:
+            raise RuntimeError(
+                f"cache must have {self.length} tokens in every layer, but layer {layer} has {self._kept[layer]}: "
+                "a call before failed on its way, or two layers have one number; begin a new cache"
             )
+
+    def _with_those_before(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        if self.length == 0:
+            return k, v
+        # From here on segments and offsets are those of a sequence that begins here. Positions that are not stored
+        # any more come back as others: no branch holds them for a new token.
+        first = self.length // math.lcm(*self.branches.segment_lengths) * math.lcm(*self.branches.segment_lengths)
+        slot = torch.arange(first, self.length, device=k.device) % self.slots
+        return tuple(
+            torch.cat([stored[:, slot], new], dim=1) for stored, new in zip(self._stored[layer], (k, v), strict=True)
+        )
+
+    def _keep(self, layer: int, k: Tensor, v: Tensor) -> None:
+        batch, seq, *rest = k.shape
         if layer not in self._stored:
             self._stored[layer] = k.new_zeros(batch, self.slots, *rest), v.new_zeros(batch, self.slots, *rest)
+        self._kept[layer] = self.length + seq
         first = max(0, seq - self.slots)
         slot = torch.arange(self.length + first, self.length + seq, device=k.device) % self.slots
         for stored, new in zip(self._stored[layer], (k, v), strict=True):
             stored[:, slot] = new[:, first:]
 
-    def attend(self, layer: int, q: Tensor) -> Tensor:
-        """The attention of the newest token, (batch, 1, heads, head_dim)."""
+    def _of_newest(self, layer: int, q: Tensor) -> Tensor:
         heads, head_dim = q.shape[2:]
         if self._held is None:
             self._held = self._find_held(heads, q.device)
@@ -151,11 +218,6 @@ class KVCache:
         scores = torch.einsum("bhd,bhkd->bhk", q[:, 0].to(dtype) * head_dim**-0.5, k)
         weights = scores.masked_fill(~counts, -torch.inf).softmax(dim=-1).masked_fill(~counts, 0.0)
         return torch.einsum("bhk,bhkd->bhd", weights, v)[:, None].to(q.dtype)
-
-    def advance(self, tokens: int) -> None:
-        """Every layer has kept these tokens."""
-        self.length += tokens
-        self._held = None
 
     def _find_held(self, heads: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Slots of the keys that the newest token counts, [heads, keys], and which of them are more than filling."""
@@ -220,6 +282,11 @@ class LongNetEncoderLayer(nn.Module):
         return self._add_feed_forward(x)
 
     def _heads(self, x: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor, Tensor]:
+        _check_shape("x", x, 3, "(batch, seq, dim)")
+        if x.shape[2] != self.attention.embed_dim:
+            raise ValueError(f"x must have {self.attention.embed_dim} features, got {x.shape[2]}")
+        if len(rotary.cos) != x.shape[1]:
+            raise ValueError(f"rotary must be of the {x.shape[1]} tokens of x, got {len(rotary.cos)}")
         x = self.attention_norm(x)
         q, k, v = self.attention.project_in(x, x, x)
         return rotary(q), rotary(k), v
@@ -257,16 +324,17 @@ class LongNetDecoderLayer(LongNetEncoderLayer):
         cache: KVCache | None = None,
         layer: int = 0,
     ) -> Tensor:
-        """The next tokens of a sequence: all of it, or with a cache (and this layer's number in it) what it lacks."""
+        """The next tokens of a sequence: all of it, or with a cache (and this layer's number in it) those that follow.
+
+        `KVCache.advance` says when all layers have seen them.
+        """
         if (memory is None) != (self.cross_attention is None):
             raise ValueError("memory must be given to a layer with cross_attention and to no other")
+        if cache is not None and self.training:
+            raise RuntimeError("a cache needs eval(): dropout belongs to training")
         q, k, v = self._heads(x, rotary)
-        if cache is not None:
-            cache.keep(layer, k, v)
-        if cache is not None and cache.length > 0:
-            out = cache.attend(layer, q)
-        else:
-            out = self.attention.attention(q, k, v, is_causal=True)
+        attention: Any = self.attention.attention
+        out = attention(q, k, v, is_causal=True) if cache is None else cache.attend(layer, q, k, v, attention)
         x = self._add_attention(x, out)
         if self.cross_attention is not None and self.cross_norm is not None and memory is not None:
             query = self.cross_norm(x)
@@ -292,6 +360,8 @@ class _Stack(nn.Module):
 
     def __init__(self, config: LongNetConfig | None = None) -> None:
         super().__init__()
+        if config is not None and not isinstance(config, LongNetConfig):
+            raise TypeError(f"config must be a LongNetConfig or None, got {type(config).__name__}")
         self.config = LongNetConfig() if config is None else config
         self.layers = nn.ModuleList(self.layer(self.config) for _ in range(self.config.num_layers))
         self.norm = nn.LayerNorm(self.config.dim)
@@ -305,16 +375,37 @@ class _Stack(nn.Module):
         return self.norm(x)
 
     def save(self, path: str | Path) -> None:
-        """Write configuration and parameters to one safetensors file."""
-        save_tensors(path, self.state_dict(), {"config": dataclasses.asdict(self.config)})
+        """Write configuration and parameters to one safetensors file; one with several names once."""
+        tied = self._tied()
+        tensors = {name: x for name, x in self.state_dict().items() if name not in tied}
+        save_tensors(path, tensors, {"config": dataclasses.asdict(self.config), "tied": tied})
 
     @classmethod
     def load(cls, path: str | Path, *, device: torch.device | str | None = None, **changes: Any) -> Self:
-        """The model of a file that `save` wrote; `changes` are fields of the configuration to replace."""
+        """The model of a file that `save` wrote, every parameter in the dtype that it had, tied as it was.
+
+        Args:
+            device: where to, the CPU by default.
+            changes: fields of the configuration to replace.
+        """
         tensors, about = load_tensors(path, device)
-        model = cls(LongNetConfig(**{**about["config"], **changes})).to(device)
-        model.to(next(iter(tensors.values())).dtype).load_state_dict(tensors)
+        if not isinstance(about, dict) or "config" not in about:
+            raise ValueError(f"path must be a file that {cls.__name__}.save wrote, got {path}")
+        tied = about.get("tied", {})
+        with torch.device("meta"):
+            model = cls(LongNetConfig(**{**about["config"], **changes}))
+        # Assigned, not copied: a copy would be in the dtype that the model was made in.
+        model.load_state_dict({**tensors, **{name: tensors[first] for name, first in tied.items()}}, assign=True)
+        for name, first in tied.items():
+            owner, _, own_name = name.rpartition(".")
+            setattr(model.get_submodule(owner), own_name, model.get_parameter(first))
         return model
+
+    def _tied(self) -> dict[str, str]:
+        """The other names of parameters with several, and the first name of each."""
+        first: dict[nn.Parameter, str] = {}
+        names = {name: first.setdefault(x, name) for name, x in self.named_parameters(remove_duplicate=False)}
+        return {name: known for name, known in names.items() if known != name}
 
 
 class LongNet(_Stack):
@@ -324,7 +415,6 @@ class LongNet(_Stack):
 
     def forward(self, x: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
         """`key_padding_mask` is (batch, seq), True where a token is padding that no other may see."""
-        _check_shape("x", x, 3, "(batch, seq, dim)")
         return self._run(x, 0, [{"key_padding_mask": key_padding_mask}] * len(self.layers))
 
 
@@ -341,17 +431,21 @@ class LongNetLM(_Stack):
             nn.init.normal_(weight, std=self.config.dim**-0.5)
 
     def forward(self, tokens: Tensor, *, cache: KVCache | None = None) -> Tensor:
-        """With a cache: the first call takes the whole beginning, every later call one token a sample."""
+        """With a cache, the tokens that follow those of the calls before, any number of them."""
         return self.head(self._features(tokens, cache))
 
     def _features(self, tokens: Tensor, cache: KVCache | None) -> Tensor:
         _check_shape("tokens", tokens, 2, "(batch, seq)")
         if tokens.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"tokens must be int32 or int64, got {tokens.dtype}")
+        if cache is not None:
+            cache.check(len(self.layers))
         first = 0 if cache is None else cache.length
-        if first > 0 and tokens.shape[1] != 1:
-            raise ValueError(f"tokens must be one a sample where a cache goes on, got {tokens.shape[1]}")
-        x = self.embedding(tokens) * math.sqrt(self.config.dim)
+        try:
+            x = self.embedding(tokens) * math.sqrt(self.config.dim)
+        except IndexError:  # of a CPU; a GPU stops its program
+            least, most = int(tokens.min()), int(tokens.max())
+            raise ValueError(f"tokens must be from 0 to {self.config.vocab_size - 1}, got {least} to {most}") from None
         x = self._run(x, first, [{"cache": cache, "layer": i} for i in range(len(self.layers))])
         if cache is not None:
             cache.advance(tokens.shape[1])
@@ -371,14 +465,18 @@ class LongNetLM(_Stack):
 
         Args:
             temperature: divides the logits; 0 takes the most likely token.
-            top_k: draw from this many most likely tokens; from all by default.
+            top_k: draw from this many most likely tokens; from all by default. Not with temperature 0.
             generator: where the draws come from, PyTorch's own by default.
         """
         check_int("max_new_tokens", max_new_tokens, least=1)
+        if not isinstance(temperature, int | float) or isinstance(temperature, bool):
+            raise TypeError(f"temperature must be a number, got {temperature!r}")
         if not 0.0 <= temperature < math.inf:
             raise ValueError(f"temperature must be at least 0 and finite, got {temperature}")
         if top_k is not None:
             check_int("top_k", top_k, least=1)
+        if top_k is not None and temperature == 0.0:
+            raise ValueError(f"top_k has no meaning with temperature 0, which takes the most likely token, got {top_k}")
         if self.training:
             raise RuntimeError("generate needs model.eval(): dropout belongs to training")
         _check_shape("tokens", tokens, 2, "(batch, seq)")

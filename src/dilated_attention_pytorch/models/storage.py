@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..ops.checks import check_device
+
 
 def save_tensors(path: str | Path, tensors: Mapping[str, Tensor], about: Any) -> None:
     """Write the file whole or not at all: whoever reads it, also after a crash, sees the old one or the new one."""
@@ -27,11 +29,17 @@ def save_tensors(path: str | Path, tensors: Mapping[str, Tensor], about: Any) ->
 def load_tensors(path: str | Path, device: torch.device | str | None = None) -> tuple[dict[str, Tensor], Any]:
     """The tensors by name, and the value that was saved beside them."""
     safetensors = _safetensors()
-    with safetensors.safe_open(path, framework="pt", device=str(device or "cpu")) as file:
-        metadata = file.metadata() or {}
-        if "about" not in metadata:
-            raise ValueError(f"path must be a file that this package saved, got {path}")
-        return {name: file.get_tensor(name) for name in file.keys()}, json.loads(metadata["about"])  # noqa: SIM118
+    device = check_device("cpu" if device is None else device)
+    try:
+        with safetensors.safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            if "about" not in metadata:
+                raise ValueError(f"path must be a file that this package saved, got {path}")
+            # Copies: whoever wrote into the file, which is mapped, would write into the tensors.
+            tensors = {name: file.get_tensor(name).to(device, copy=True) for name in file.keys()}  # noqa: SIM118
+    except safetensors.SafetensorError as error:
+        raise ValueError(f"path must be a whole safetensors file, got {path}: {error}") from error
+    return tensors, json.loads(metadata["about"])
 
 
 def _safetensors() -> Any:

@@ -13,10 +13,11 @@ from torch.nn.functional import linear
 from ..distributed import Placement
 from ..distributed.exchange import Group
 from ..ops import BlockSparseWeights
-from ..ops.checks import check_masks
+from ..ops.checks import check_dense, check_masks
 from ..options import OptionKeywords
 from ..patterns import SparsePatternConfig
 from ..patterns.base import check_flag, check_int
+from ..patterns.branches import check_heads
 from .adaptive import BlockSparseAdaptive
 from .attention import BlockSparseRingDilatedAttention, one_config
 from .dilated import DilatedAttention
@@ -170,6 +171,7 @@ class Multihead(nn.Module):
             if not isinstance(x, Tensor) or x.ndim != 3 or x.shape[2] != width:
                 got = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
                 raise ValueError(f"{name} must be {order} with {width} features, got {got}")
+            check_dense(name, x)
             cast = x.is_floating_point() and x.dtype != torch.float64 and torch.is_autocast_enabled(x.device.type)
             if x.dtype != dtype and not cast:
                 raise TypeError(f"{name} must have the dtype of the parameters, {dtype}, got {x.dtype}")
@@ -318,6 +320,7 @@ class MultiheadDilatedAttention(Multihead):
             device=device,
             dtype=dtype,
         )
+        check_heads(attention.dilation_rates, num_heads)
 
 
 def either(return_attention_weights: bool, need_weights: bool) -> bool:

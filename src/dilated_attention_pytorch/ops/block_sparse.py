@@ -10,7 +10,7 @@ from ..layout import BlockLayout
 from ..options import OptionKeywords
 from ..patterns import Pattern
 from .attend import attend
-from .checks import check_lists, check_qkv, check_scale, refuse_branches
+from .checks import check_lists, check_qkv, check_scale, refuse_branches, tokens_first
 from .choose import check_backend, check_call, choose_for, leave_autocast
 from .fast_path import call_key, remember, run_known
 from .named import NamedLayout, layout_of
@@ -33,6 +33,7 @@ def block_sparse_attention(
     sinks: Tensor | None = None,
     return_lse: bool = False,
     backend: str = "auto",
+    layout: str = "bshd",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention over the pairs that a layout or pattern allows (union: a key counts once).
 
@@ -55,34 +56,39 @@ def block_sparse_attention(
             lse then counts it. It gets its gradient, and its column is never dropped.
         return_lse: also return the log-sum-exp of each row, (batch, heads, seq_q), float32 (float64 for float64).
         backend: "auto", or the one to use: "sdpa", "triton", "blockwise", "reference". One that cannot run is an error.
+        layout: "bshd", or "bhsd" for q, k, v and out of (batch, heads, seq, head_dim). They are read through transposed
+            views, not copied; kernels are fastest where the heads of a token lie together in memory, as in the views
+            that `x.unflatten(-1, (heads, head_dim)).transpose(1, 2)` makes of a projection.
 
     Returns:
         out like q, or (out, lse). A query that may see no key gives out 0, lse −inf (or its sink) and no gradient.
     """
+    if layout != "bshd":
+        q, k, v = tokens_first(layout, q, k, v)
     q, k, v, autocast_off = leave_autocast(q, k, v)
-    key, layout = None, layout_or_pattern
-    if isinstance(layout, BlockLayout | Pattern):
+    key, what = None, layout_or_pattern
+    if isinstance(what, BlockLayout | Pattern):
         others = key_padding_mask, document_ids, softcap, alibi_slopes, sinks
         key = call_key(
             q, k, v, is_causal=is_causal, scale=scale, dropout_p=dropout_p, return_lse=return_lse, backend=backend,
             others=others,
         )  # fmt: skip
     with autocast_off:
-        if key is not None and isinstance(layout, Pattern):
+        if key is not None and isinstance(what, Pattern):
             check_backend(backend)
             check_qkv(q, k, v)
             check_scale(scale, q.shape[3])
-            check_lists(q, k, layout)
-            layout, is_causal = layout_of(layout, is_causal, q.shape[1], k.shape[1], q.shape[2], q.device), False
-        known = None if key is None else layout.call_cache.get(key)  # type: ignore[union-attr]
+            check_lists(q, k, what)
+            what, is_causal = layout_of(what, is_causal, q.shape[1], k.shape[1], q.shape[2], q.device), False
+        known = None if key is None else what.call_cache.get(key)  # type: ignore[union-attr]
         if known is None:
             check_backend(backend)
-            refuse_branches(layout)
+            refuse_branches(what)
             whole, options = check_call(
                 q,
                 k,
                 v,
-                layout,
+                what,
                 is_causal=is_causal,
                 scale=scale,
                 dropout_p=dropout_p,
@@ -95,10 +101,12 @@ def block_sparse_attention(
             )
             chosen = choose_for(q, k, whole, options, backend, return_lse)
             if key is not None:
-                remember(layout, key, options, chosen)  # type: ignore[arg-type]
+                remember(what, key, options, chosen)  # type: ignore[arg-type]
             out, lse = attend(q, k, v, whole, options, chosen)
         else:
-            out, lse = run_known(q, k, v, layout, is_causal, key, known)  # type: ignore[arg-type]
+            out, lse = run_known(q, k, v, what, is_causal, key, known)  # type: ignore[arg-type]
+    if layout != "bshd":
+        out = out.transpose(1, 2)
     if not return_lse:
         return out
     assert lse is not None

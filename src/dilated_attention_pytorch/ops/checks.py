@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Unpack
 
 import torch
@@ -11,33 +12,81 @@ from ..backends.base import compute_dtype
 from ..layout import BlockLayout
 from ..options import CallOptions, OptionKeywords
 from ..patterns import Branches, Pattern, PerHead, SparsePatternConfig
+from ..patterns.base import constant_in_graphs
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 DEFAULT_BLOCK_SIZE = 128
+MANY_HEADS = 256  # more than any model has
+HEADS_FIRST = (
+    'If yours are (batch, heads, seq, head_dim), call the operator with layout="bhsd", or a module with transpose(1, 2)'
+)
+
+_warned_of_order = False
 
 
 def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
+    shapes = []
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
-        if x.ndim != 4:
-            raise ValueError(f"{name} must have shape (batch, seq, heads, head_dim), got {list(x.shape)}")
+        check_dense(name, x)
+        shape = x.shape
+        shapes.append(shape)
+        if len(shape) != 4:
+            raise ValueError(f"{name} must have shape (batch, seq, heads, head_dim), got {list(shape)}")
         if x.dtype not in DTYPES:
             raise TypeError(f"{name} must be float64, float32, bfloat16 or float16, got {x.dtype}")
         if x.dtype != q.dtype:
             raise TypeError(f"{name} must have the dtype of q, {q.dtype}, got {x.dtype}")
         if x.device != q.device:
             raise ValueError(f"{name} must be on the device of q, {q.device}, got {x.device}")
-        if 0 in x.shape:
-            raise ValueError(f"{name} must not be empty, got shape {list(x.shape)}")
-        if x.shape[0] != q.shape[0]:
-            raise ValueError(f"{name} must have the batch size of q, {q.shape[0]}, got {x.shape[0]}")
-        if x.shape[3] != q.shape[3]:
-            raise ValueError(f"{name} must have the head_dim of q, {q.shape[3]}, got {x.shape[3]}")
-    if k.shape != v.shape:
-        raise ValueError(f"k and v must have the same shape, got {list(k.shape)} and {list(v.shape)}")
-    if q.shape[2] % k.shape[2]:
-        raise ValueError(f"heads of q must be a multiple of heads of k, got {q.shape[2]} and {k.shape[2]}")
+        if 0 in shape:
+            raise ValueError(f"{name} must not be empty, got shape {list(shape)}")
+        if shape[0] != shapes[0][0]:
+            raise ValueError(f"{name} must have the batch size of q, {shapes[0][0]}, got {shape[0]}")
+        if shape[3] != shapes[0][3]:
+            raise ValueError(f"{name} must have the head_dim of q, {shapes[0][3]}, got {shape[3]}")
+    (_, seq_k, heads_kv, _), heads = shapes[1], shapes[0][2]
+    if shapes[1] != shapes[2]:
+        raise ValueError(f"k and v must have the same shape, got {list(shapes[1])} and {list(shapes[2])}")
+    swapped = heads_kv >= MANY_HEADS and heads_kv >= 4 * seq_k
+    if heads % heads_kv:
+        hint = f". {HEADS_FIRST}" if swapped else ""
+        raise ValueError(f"heads of q must be a multiple of heads of k, got {heads} and {heads_kv}{hint}")
+    if swapped:
+        _warn_of_order(heads_kv, seq_k)
+
+
+def check_dense(name: str, x: Tensor) -> None:
+    if x.layout is not torch.strided:
+        raise TypeError(f"{name} must be dense, got a tensor of layout {x.layout}")
+
+
+@constant_in_graphs
+def _warn_of_order(heads: int, tokens: int) -> None:
+    """Once: models have up to 128 heads, and a cache or a sequence as many tokens as that at least."""
+    global _warned_of_order
+    if not _warned_of_order:
+        _warned_of_order = True
+        warnings.warn(
+            f"k has {heads} heads of {tokens} tokens: it is read as (batch, seq, heads, head_dim). {HEADS_FIRST}",
+            stacklevel=5,
+        )
+
+
+def tokens_first(layout: str, *tensors: Tensor) -> list[Tensor]:
+    """The tensors of a call with another `layout` than "bshd" as (batch, seq, heads, head_dim): views of them."""
+    if layout != "bhsd":
+        raise ValueError(
+            "layout must be 'bshd' for tensors of (batch, seq, heads, head_dim) or 'bhsd' for (batch, heads, seq, "
+            f"head_dim), got {layout!r}"
+        )
+    for name, x in zip("qkv", tensors, strict=True):
+        if not isinstance(x, Tensor) or x.ndim != 4:
+            got = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(f"{name} must have shape (batch, heads, seq, head_dim), got {got}")
+        check_dense(name, x)
+    return [x.transpose(1, 2) for x in tensors]
 
 
 def check_scale(scale: float | None, head_dim: int) -> float:
@@ -56,6 +105,13 @@ def check_dropout(dropout_p: float, name: str = "dropout_p") -> float:
     if not 0.0 <= dropout_p < 1.0:
         raise ValueError(f"{name} must be in [0, 1), got {dropout_p}")
     return float(dropout_p)
+
+
+def check_device(device: object) -> torch.device:
+    try:
+        return torch.device(device)  # type: ignore[call-overload]
+    except (RuntimeError, TypeError):
+        raise ValueError(f"device must be one that PyTorch knows, such as 'cpu' or 'cuda:0', got {device!r}") from None
 
 
 def check_softcap(softcap: float | None) -> float:

@@ -16,7 +16,8 @@ from ..layout import BlockLayout
 from ..options import CallOptions, OptionKeywords
 from ..patterns import Branches, Pattern
 from ..patterns.base import check_flag
-from .checks import check_options, check_qkv
+from ..patterns.branches import check_heads
+from .checks import check_options, check_qkv, tokens_first
 from .named import NamedLayout, resolve_layout
 
 # The first that can run is chosen. The reference is the definition; it is quadratic and runs only when named.
@@ -69,16 +70,21 @@ def explain(
     is_causal: bool = False,
     return_lse: bool = False,
     backend: str = "auto",
+    layout: str = "bshd",
     **options: Unpack[OptionKeywords],
 ) -> Explanation:
     """Which backend `block_sparse_attention` would run with the same arguments, and why no other. Computes nothing.
 
     With `Branches` in place of the pattern, the same for `dilated_attention`.
     """
+    if layout != "bshd":
+        q, k, v = tokens_first(layout, q, k, v)
     q, k, v, _ = leave_autocast(q, k, v)
-    layout, checked = check_call(q, k, v, layout_or_pattern, is_causal=is_causal, return_lse=return_lse, **options)
+    whole, checked = check_call(q, k, v, layout_or_pattern, is_causal=is_causal, return_lse=return_lse, **options)
+    if isinstance(layout_or_pattern, Branches):
+        check_heads(layout_or_pattern.dilation_rates, q.shape[2])
     named = backend != "auto"
-    request = Request.of(q, k, checked, kind=layout.kind, return_lse=return_lse, named=named)
+    request = Request.of(q, k, checked, kind=whole.kind, return_lse=return_lse, named=named)
     chosen = choose(backend, request).name
     reasons = {}
     for name, module in BY_NAME.items():

@@ -20,7 +20,7 @@ from ..patterns import Causal, Pattern
 from ..patterns.base import check_flag, check_int, value_of
 from ..patterns.blocks import ceil_div
 from .attend import with_sinks
-from .checks import DEFAULT_BLOCK_SIZE, check_lists, check_options, check_qkv
+from .checks import DEFAULT_BLOCK_SIZE, check_lists, check_options, check_qkv, tokens_first
 from .choose import leave_autocast
 
 BACKENDS = ("auto", "triton", "blockwise")
@@ -42,6 +42,7 @@ def decode_attention(
     sinks: Tensor | None = None,
     return_lse: bool = False,
     backend: str = "auto",
+    layout: str = "bshd",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of the last tokens of each sample over a cache, at the cost of the blocks that they see.
 
@@ -62,10 +63,14 @@ def decode_attention(
         key_padding_mask: bool (batch, capacity), True where a key is padding and hidden.
         scale, softcap, alibi_slopes, sinks, return_lse: as in `block_sparse_attention`.
         backend: "auto", "triton" or "blockwise".
+        layout: "bshd", or "bhsd" for q, out and a cache of (batch, heads, seq, head_dim) or (pages, heads, page_size,
+            head_dim), read as it lies.
 
     Returns:
         out like q, or (out, lse) with lse (batch, heads, new).
     """
+    if layout != "bshd":
+        q, k, v = tokens_first(layout, q, k, v)
     q, k, v, autocast_off = leave_autocast(q, k, v)
     _check_cache(q, k, v, page_table)
     check_flag("is_causal", is_causal)
@@ -88,6 +93,8 @@ def decode_attention(
         out, lse = run(q, k, v, lengths, page_table, *options.flatten(), pattern.text, is_causal, name)
         if sinks is not None:
             out, lse = with_sinks(out, lse, sinks)
+    if layout != "bshd":
+        out = out.transpose(1, 2)
     return (out, lse) if return_lse else out
 
 

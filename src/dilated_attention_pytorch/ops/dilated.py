@@ -10,9 +10,9 @@ from ..layout.eager import value_cache
 from ..patterns import Branches
 from ..patterns.base import check_flag
 from ..patterns.blocks import check_branches
-from ..patterns.branches import check_head_offsets
+from ..patterns.branches import check_head_offsets, check_heads
 from .attend import attend
-from .checks import check_qkv
+from .checks import check_qkv, tokens_first
 from .choose import check_backend, check_call, choose_for, leave_autocast
 from .fast_path import call_key, remember, run_known
 from .named import layout_of, resolve_layout
@@ -36,6 +36,7 @@ def dilated_attention(
     sinks: Tensor | None = None,
     return_lse: bool = False,
     backend: str = "auto",
+    layout: str = "bshd",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact dilated attention: branches mixed by their softmax denominators, which is one softmax over all their keys.
 
@@ -46,9 +47,11 @@ def dilated_attention(
         q: (batch, seq_q, heads, head_dim), float64, float32, bfloat16 or float16.
         k, v: (batch, seq_k, heads_kv, head_dim) with heads a multiple of heads_kv. The last query stands at the
             position of the last key. Offsets are those of the query heads.
-        segment_lengths, dilation_rates: w and r of each branch: any positive integers, for any length.
+        segment_lengths, dilation_rates: w and r of each branch: positive integers with r ≤ w, the smallest r at most
+            twice the number of heads, for any length. See `Branches`.
         is_causal: also hide every key that comes after the query.
-        scale, key_padding_mask, softcap, alibi_slopes, sinks, return_lse, backend: as in `block_sparse_attention`.
+        scale, key_padding_mask, softcap, alibi_slopes, sinks, return_lse, backend, layout: as in
+            `block_sparse_attention`.
         dropout_p: share of the weights that is dropped, in [0, 1); a key that counts m times is kept or dropped as one.
         head_offsets: o(h): "interleaved", h mod r as in the paper, or "grouped", h // ceil(heads / r) as in torchscale.
         detach_branch_weights: leave the branches' mixing weights out of the gradient, as torchscale trains. The result
@@ -57,6 +60,8 @@ def dilated_attention(
     Returns:
         out like q, or (out, lse). A query that no branch keeps gives out 0, lse −inf and no gradient.
     """
+    if layout != "bshd":
+        q, k, v = tokens_first(layout, q, k, v)
     q, k, v, autocast_off = leave_autocast(q, k, v)
     check_backend(backend)
     check_flag("detach_branch_weights", detach_branch_weights)
@@ -74,12 +79,12 @@ def dilated_attention(
     with autocast_off:
         if key is not None:
             check_qkv(q, k, v)
-            layout = layout_of(branches, is_causal, q.shape[1], k.shape[1], q.shape[2], q.device)
-            known = layout.call_cache.get(key)
+            lists = layout_of(branches, is_causal, q.shape[1], k.shape[1], q.shape[2], q.device)
+            known = lists.call_cache.get(key)
         if known is not None:
-            out, lse = run_known(q, k, v, layout, False, key, known)
+            out, lse = run_known(q, k, v, lists, False, key, known)
         else:
-            lists, options = check_call(
+            whole, options = check_call(
                 q,
                 k,
                 v,
@@ -93,11 +98,14 @@ def dilated_attention(
                 sinks=sinks,
                 return_lse=return_lse,
             )
-            chosen = choose_for(q, k, lists, options, backend, return_lse)
+            check_heads(dilation_rates, q.shape[2])
+            chosen = choose_for(q, k, whole, options, backend, return_lse)
             if key is not None:
-                remember(layout, key, options, chosen)
+                remember(lists, key, options, chosen)
             parts = [resolve_layout(q, k, branch, is_causal) for branch in alone] if parted else []
-            out, lse = attend(q, k, v, lists, options, chosen, parts=parts)
+            out, lse = attend(q, k, v, whole, options, chosen, parts=parts)
+    if layout != "bshd":
+        out = out.transpose(1, 2)
     if not return_lse:
         return out
     assert lse is not None

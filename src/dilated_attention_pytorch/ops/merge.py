@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..backends.base import compute_dtype
-from .checks import DTYPES
+from .checks import DTYPES, check_dense
 
 
 def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -25,6 +25,8 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
     for name, parts in (("outs", outs), ("lses", lses)):
         if not isinstance(parts, Sequence) or not all(isinstance(part, Tensor) for part in parts):
             raise TypeError(f"{name} must be a sequence of tensors, got {parts!r}")
+        for part in parts:
+            check_dense(name, part)
     outs, lses = list(outs), list(lses)
     if not outs or len(outs) != len(lses):
         raise ValueError(f"outs and lses must have the same length, at least 1, got {len(outs)} and {len(lses)}")

@@ -23,7 +23,7 @@ from ..layout.eager import is_plain_eager
 from ..options import CallOptions
 from ..patterns import Branches, Causal, Pattern
 from ..patterns.base import constant_in_graphs, value_of
-from .checks import DEFAULT_BLOCK_SIZE, check_lists
+from .checks import DEFAULT_BLOCK_SIZE, HEADS_FIRST, check_lists
 
 
 def layout_of(
@@ -55,6 +55,7 @@ def resolve_layout(
     if layout.lengths != (seq_q, seq_k):
         raise ValueError(
             f"layout_or_pattern is a layout for lengths {layout.lengths}, but q and k have {(seq_q, seq_k)} tokens"
+            + (f". {HEADS_FIRST}" if layout.lengths == (heads, k.shape[2]) else "")
         )
     return layout.causal if is_causal else layout
 

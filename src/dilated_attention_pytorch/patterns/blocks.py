@@ -15,6 +15,7 @@ from operator import or_
 from .base import Pattern, check_flag, check_int, check_sequence
 
 BLOCK_SIZES = (16, 32, 64, 128, 256)
+DILATIONS_FIRST = "Did you pass dilations first? Segment lengths come first"
 
 
 def check_block_size(name: str, value: object) -> None:
@@ -264,3 +265,8 @@ def check_branches(segment_lengths: Sequence[int], dilation_rates: Sequence[int]
     for length, rate in zip(segment_lengths, dilation_rates, strict=True):
         check_int("every segment length", length, least=1)
         check_int("every dilation rate", rate, least=1)
+        if rate > length:
+            raise ValueError(
+                f"every dilation rate must be at most its segment length, got {rate} in a segment of {length}: "
+                f"segment_lengths={list(segment_lengths)}, dilation_rates={list(dilation_rates)}. {DILATIONS_FIRST}"
+            )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .base import Value
-from .blocks import ceil_div, check_branches
+from .blocks import DILATIONS_FIRST, ceil_div, check_branches
 
 HEAD_OFFSETS = ("interleaved", "grouped")
 
@@ -19,7 +19,9 @@ class Branches(Value):
     pattern (a pattern allows a pair or does not) but what `dilated_attention` computes over.
 
     Args:
-        segment_lengths, dilation_rates: w and r of each branch, any positive integers.
+        segment_lengths, dilation_rates: w and r of each branch, positive integers with r ≤ w. A head keeps every r-th
+            token of a branch; the smallest r must be at most twice the number of heads, so that together they keep at
+            least half of all tokens. The rows of a token that no head keeps in any branch are 0.
         head_offsets: which token of a segment a head keeps first: "interleaved", the paper's head mod r, or "grouped",
             torchscale's head // ceil(heads / r).
     """
@@ -64,3 +66,13 @@ class Branches(Value):
 def check_head_offsets(head_offsets: object) -> None:
     if not isinstance(head_offsets, str) or head_offsets not in HEAD_OFFSETS:
         raise ValueError(f"head_offsets must be one of {list(HEAD_OFFSETS)}, got {head_offsets!r}")
+
+
+def check_heads(dilation_rates: Sequence[int], num_heads: int) -> None:
+    """Refuse branches that leave most tokens to none of so many heads."""
+    # Of the first r tokens of a segment min(heads, r) are some head's first; in groups, at least r / 2 of them.
+    if min(dilation_rates) > 2 * num_heads:
+        raise ValueError(
+            f"dilation_rates must have one of at most {2 * num_heads}, twice the number of heads, or most tokens are "
+            f"kept by no head and come out as 0, got {list(dilation_rates)}. {DILATIONS_FIRST}"
+        )
