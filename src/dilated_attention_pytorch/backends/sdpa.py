@@ -43,13 +43,14 @@ def can_run(request: Request) -> tuple[bool, str]:
 def attention(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, options: CallOptions) -> tuple[Tensor, None]:
     # Its kernels read rows; for anything else it would take the quadratic one.
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    grouped = {"enable_gqa": True} if q.shape[2] != k.shape[2] else {}  # a symbolic bool is no argument
     out = scaled_dot_product_attention(
         q.transpose(1, 2),
         k.transpose(1, 2),
         v.transpose(1, 2),
         is_causal=layout.kind == "causal",
         scale=options.scale,
-        enable_gqa=q.shape[2] != k.shape[2],
+        **grouped,
     )
     return out.transpose(1, 2), None
 

@@ -210,7 +210,7 @@ def check_lists(q: Tensor, k: Tensor, layout_or_pattern: BlockLayout | Pattern |
             "layout_or_pattern must be a BlockLayout or a Pattern, got a SparsePatternConfig: pass config.pattern(...)"
         )
     if isinstance(layout_or_pattern, Pattern | Branches):
-        if isinstance(layout_or_pattern, PerHead) and len(layout_or_pattern.patterns) not in (heads, heads_kv):
+        if isinstance(layout_or_pattern, PerHead) and not _one_of(len(layout_or_pattern.patterns), heads, heads_kv):
             raise ValueError(
                 f"layout_or_pattern must have a pattern for each of {heads} heads of q or {heads_kv} of k, "
                 f"got {len(layout_or_pattern.patterns)}"
@@ -219,12 +219,17 @@ def check_lists(q: Tensor, k: Tensor, layout_or_pattern: BlockLayout | Pattern |
     if not isinstance(layout_or_pattern, BlockLayout):
         raise TypeError(f"layout_or_pattern must be a BlockLayout or a Pattern, got {type(layout_or_pattern).__name__}")
     layout = layout_or_pattern
-    if layout.num_heads not in (None, 1, heads, heads_kv):
+    if layout.num_heads is not None and not _one_of(layout.num_heads, 1, heads, heads_kv):
         raise ValueError(
             f"layout_or_pattern must have lists for all heads together, {heads} heads of q or {heads_kv} of k, "
             f"got {layout.num_heads}"
         )
-    if layout.batch_size not in (None, 1, q.shape[0]):
+    if layout.batch_size is not None and not _one_of(layout.batch_size, 1, q.shape[0]):
         raise ValueError(f"layout_or_pattern must have lists for {q.shape[0]} samples, got {layout.batch_size}")
     if layout.device != q.device:
         raise ValueError(f"layout_or_pattern must be on the device of q, {q.device}, got {layout.device}")
+
+
+def _one_of(number: int, *allowed: int) -> bool:
+    """`number in allowed`, for sizes that may be symbolic."""
+    return any(number == each for each in allowed)
