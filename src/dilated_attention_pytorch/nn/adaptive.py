@@ -19,7 +19,7 @@ from ..patterns import SparsePatternConfig
 from ..patterns.base import check_flag, check_int
 from ..patterns.blocks import check_block_size, check_ratio
 from ..patterns.config import as_unused
-from .attention import module_options, one_dropout
+from .attention import module_options, one_dropout, usual_options
 from .gate import BlockGate
 
 
@@ -160,5 +160,7 @@ class BlockSparseAdaptive(nn.Module):
     def extra_repr(self) -> str:
         scorer = "" if isinstance(self.scorer, nn.Module) else f"{self.scorer}, "
         reason = f", reason={self.reason!r}" if self.reason else ""
-        rest = f"block_size={self.block_size}, dropout={self.dropout}, backend={self.backend!r}{reason}"
+        others = (("sink", 1), ("local", 1), ("per_kv_head", False), ("gate_strength", 0.0))
+        told = "".join(f"{n}={getattr(self, n)}, " for n, usual in others if getattr(self, n) != usual)
+        rest = f"block_size={self.block_size}, {told}{usual_options(self)}{reason}"
         return f"{scorer}{self.selector}, {rest}" + (f"; {as_unused(self.unused)}" if self.unused else "")

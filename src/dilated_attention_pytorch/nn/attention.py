@@ -131,7 +131,7 @@ class BlockSparseAttention(Ringed, Pooled, nn.Module):
 
     def extra_repr(self) -> str:
         reason = f", reason={self.reason!r}" if self.reason else ""
-        return f"{self.pattern()}, dropout={self.dropout}, backend={self.backend!r}{reason}"
+        return f"{self.pattern()}, {usual_options(self)}{reason}"
 
 
 class BlockSparseRingDilatedAttention(BlockSparseAttention):
@@ -272,6 +272,12 @@ def module_options(module: nn.Module, options: OptionKeywords) -> OptionKeywords
         raise TypeError(f"{held[0]} is given to the constructor of {type(module).__name__}, not to its call")
     dropout_p = module.dropout if module.training else 0.0
     return {"scale": module.scale, "dropout_p": dropout_p, **options}  # type: ignore[typeddict-item]
+
+
+def usual_options(module: Any) -> str:
+    """For a `repr`."""
+    scale = "" if module.scale is None else f"scale={module.scale}, "
+    return f"{scale}dropout={module.dropout}, backend={module.backend!r}"
 
 
 def one_dropout(dropout: float | None, attention_dropout: float | None) -> float:

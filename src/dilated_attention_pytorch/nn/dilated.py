@@ -20,7 +20,7 @@ from ..options import OptionKeywords
 from ..patterns import Branches
 from ..patterns.base import check_flag
 from ..patterns.config import DEFAULT_DILATION_RATES, DEFAULT_SEGMENT_LENGTHS
-from .attention import check_segments, module_options, one_dropout
+from .attention import check_segments, module_options, one_dropout, usual_options
 from .pooled import POOL_FIELDS, Pooled, only_pool_options
 from .ringed import Ringed
 
@@ -129,4 +129,5 @@ class DilatedAttention(Ringed, Pooled, nn.Module):
             return out, attention_weights(q, k, lse, layout, check_options(q, k, **call))
 
     def extra_repr(self) -> str:
-        return f"{self.branches}, dropout={self.dropout}, backend={self.backend!r}"
+        detached = ", detach_branch_weights=True" if self.detach_branch_weights else ""
+        return f"{self.branches}, {usual_options(self)}{detached}"

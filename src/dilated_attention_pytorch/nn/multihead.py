@@ -155,6 +155,18 @@ class Multihead(nn.Module):
         out = out.flatten(2)
         return self.out_proj(out if self.layer_norm is None else self.layer_norm(out))
 
+    def extra_repr(self) -> str:
+        told = {"embed_dim": self.embed_dim, "num_heads": self.num_heads}
+        for name, usual in (
+            ("num_kv_heads", self.num_heads),
+            ("kdim", self.embed_dim),
+            ("vdim", self.embed_dim),
+            ("batch_first", True),
+        ):
+            if getattr(self, name) != usual:
+                told[name] = getattr(self, name)
+        return ", ".join(f"{name}={value}" for name, value in told.items())
+
     def get_buffer_stats(self) -> dict[str, Any]:
         """See `Pooled`."""
         return self.attention.get_buffer_stats()  # type: ignore[operator]
