@@ -375,6 +375,25 @@ def test_every_block_is_checked():
     assert CHECKS.keys() == SNIPPETS.keys()
 
 
+ALTERNATIVES = {
+    "local_window": dense.local_blocks(5, 512, 128),
+    "global_local": dense.local_blocks(5, 512, 128) | dense.global_blocks(5, 64, 128),
+}
+
+
+@pytest.mark.parametrize("pattern_type", ALTERNATIVES)
+def test_the_alternatives_of_a_comment(pattern_type):
+    """`pattern_type='dilated_sparse',  # or 'local_window', 'global_local'`: with one of these the block was an error,
+    because it also names a ratio and segments."""
+    block, usual = SNIPPETS["002", 3], "pattern_type='dilated_sparse',  # or 'local_window', 'global_local'"
+    assert block.count(usual) == 1
+    names = supplied("002")
+    run(block.replace(usual, f"pattern_type={pattern_type!r},"), names)
+    assert_attends(names["attention"], names, dense.tokens(ALTERNATIVES[pattern_type], 128, SEQ))
+    assert names["attention"].segment_lengths == (2048, 4096, 8192)
+    assert "unused: sparsity_ratio=0.1, segment_lengths=(2048, 4096, 8192)" in repr(names["attention"])
+
+
 @pytest.mark.parametrize(("document", "index"), CHECKS)
 def test_block(document, index):
     CHECKS[document, index](after(document, index))

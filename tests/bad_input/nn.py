@@ -27,7 +27,7 @@ BAD = {
     "batch_first a word": (lambda: BlockSparseRingMultiheadDilatedAttention(8, 2, batch_first="no"), TypeError, "batch_first must be True or False, got 'no'"),
     "unknown preset": (lambda: BlockSparseHierarchical("deep"), ValueError, "levels must be pairs or one of .* got 'deep'"),
     "segments without dilations": (lambda: BlockSparseRingDilatedAttention([2048]), ValueError, "must be given together or not at all"),
-    "segments for a window": (lambda: BlockSparseRingDilatedAttention([2048], [1], pattern_type="local_window"), ValueError, "segment_lengths and dilation_rates have no meaning for pattern_type 'local_window'"),
+    "segments for a window": (lambda: BlockSparseRingDilatedAttention([2048], [0], pattern_type="local_window"), ValueError, "every dilation rate must be at least 1, got 0"),
     "config twice": (lambda: BlockSparseRingDilatedAttention(sparse_config=SparsePatternConfig(), block_size=64), ValueError, r"\['block_size'\] must be given in sparse_config or as keywords, not both"),
     "config a dict": (lambda: BlockSparseRingDilatedAttention(sparse_config={"block_size": 64}), TypeError, "sparse_config must be a SparsePatternConfig, got dict"),
     "module keyword": (lambda: BlockSparseRingDilatedAttention(sparcity=0.1), TypeError, "unknown keyword 'sparcity'; beside the arguments of its signature"),

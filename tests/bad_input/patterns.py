@@ -43,7 +43,8 @@ BAD = {
     "unknown pattern type": (lambda: SparsePatternConfig(pattern_type="banded"), ValueError, "pattern_type must be one of .* got 'banded'"),
     "ratio above one": (lambda: SparsePatternConfig(sparsity_ratio=1.5), ValueError, r"sparsity_ratio must be the share of blocks kept, in \(0, 1\], got 1.5"),
     "ratio a string": (lambda: SparsePatternConfig(sparsity_ratio="5%"), TypeError, "sparsity_ratio must be a number, got '5%'"),
-    "ratio of a window": (lambda: SparsePatternConfig(pattern_type="local_window", sparsity_ratio=0.1), ValueError, "sparsity_ratio has no meaning for pattern_type 'local_window'"),
-    "window of dilated": (lambda: SparsePatternConfig(local_window_size=512), ValueError, "local_window_size has no meaning for pattern_type 'dilated_sparse'"),
-    "negative config window": (lambda: SparsePatternConfig(pattern_type="local_window", local_window_size=-1), ValueError, "window must be at least 0, got -1"),
+    "ratio of a window": (lambda: SparsePatternConfig(pattern_type="local_window", sparsity_ratio=2), ValueError, r"sparsity_ratio must be the share of blocks kept, in \(0, 1\], got 2"),
+    "window of dilated": (lambda: SparsePatternConfig(local_window_size=-512), ValueError, "local_window_size must be at least 0, got -512"),
+    "dilations first": (lambda: DilatedBlocks((1, 2), (64, 128)), ValueError, "every dilation rate must be at most its segment length, got 64 in a segment of 1: .* Did you pass dilations first"),
+    "negative config window": (lambda: SparsePatternConfig(pattern_type="local_window", local_window_size=-1), ValueError, "local_window_size must be at least 0, got -1"),
 }  # fmt: skip

@@ -374,6 +374,9 @@ class _Stack(nn.Module):
             x = checkpoint(layer, x, rotary, use_reentrant=False, **given) if again else layer(x, rotary, **given)
         return self.norm(x)
 
+    def extra_repr(self) -> str:
+        return str(self.config)
+
     def save(self, path: str | Path) -> None:
         """Write configuration and parameters to one safetensors file; one with several names once."""
         tied = self._tied()

@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 
 from ..layout import BlockLayout
 from ..ops import BlockSparseWeights, TopK, attention_with_weights, block_sparse_attention, select_blocks
-from ..ops.checks import check_qkv, check_scale
+from ..ops.checks import check_device_and_dtype, check_qkv, check_scale
 from ..ops.choose import check_backend, leave_autocast
 from ..ops.scores import Scorer
 from ..ops.select import Selector, check_selector, scorer_of
@@ -18,7 +18,8 @@ from ..options import OptionKeywords
 from ..patterns import SparsePatternConfig
 from ..patterns.base import check_flag, check_int
 from ..patterns.blocks import check_block_size, check_ratio
-from .attention import module_options, one_dropout
+from ..patterns.config import as_unused
+from .attention import module_options, one_dropout, usual_options
 from .gate import BlockGate
 
 
@@ -33,7 +34,7 @@ class BlockSparseAdaptive(nn.Module):
         gate_strength: with a `BlockGate` as scorer, add this many times the gate's own score to the scores of the keys
             that were chosen, before the softmax. So the gate is trained end to end, by true gradients; 0, the default,
             for hard choices alone. It makes heads twice as wide: on a GPU they may have 128 dimensions at most.
-        scale, dropout, attention_dropout, backend: as in `BlockSparseAttention`.
+        scale, dropout, attention_dropout, backend, device, dtype: as in `BlockSparseAttention`.
     """
 
     reason: str | None = None  # why "auto" took this one
@@ -54,8 +55,12 @@ class BlockSparseAdaptive(nn.Module):
         dropout: float | None = None,
         attention_dropout: float | None = None,
         backend: str = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        check_device_and_dtype(device, dtype)
+        self.unused: dict[str, Any] = {}
         if sparse_config is not None:
             if sparsity_ratio is not None or block_size is not None:
                 raise ValueError(
@@ -64,6 +69,7 @@ class BlockSparseAdaptive(nn.Module):
             if not isinstance(sparse_config, SparsePatternConfig) or not sparse_config.is_adaptive:
                 raise ValueError(f"sparse_config must have pattern_type 'adaptive', got {sparse_config!r}")
             sparsity_ratio, block_size = sparse_config.sparsity_ratio, sparse_config.block_size
+            self.unused = sparse_config.unused
         if selector is not None and sparsity_ratio is not None:
             raise ValueError(f"give sparsity_ratio or a selector, not both, got {sparsity_ratio} and {selector!r}")
         if selector is None:
@@ -154,5 +160,7 @@ class BlockSparseAdaptive(nn.Module):
     def extra_repr(self) -> str:
         scorer = "" if isinstance(self.scorer, nn.Module) else f"{self.scorer}, "
         reason = f", reason={self.reason!r}" if self.reason else ""
-        rest = f"block_size={self.block_size}, dropout={self.dropout}, backend={self.backend!r}{reason}"
-        return f"{scorer}{self.selector}, {rest}"
+        others = (("sink", 1), ("local", 1), ("per_kv_head", False), ("gate_strength", 0.0))
+        told = "".join(f"{n}={getattr(self, n)}, " for n, usual in others if getattr(self, n) != usual)
+        rest = f"block_size={self.block_size}, {told}{usual_options(self)}{reason}"
+        return f"{scorer}{self.selector}, {rest}" + (f"; {as_unused(self.unused)}" if self.unused else "")

@@ -9,19 +9,20 @@ from functools import partial
 from math import ceil
 from typing import Any, Unpack
 
+import torch
 from torch import Tensor, nn
 
 from ..distributed import Placement, ring_block_sparse_attention
 from ..distributed.exchange import Group
 from ..layout.eager import value_cache
 from ..ops import BlockSparseWeights, attention_with_weights, block_sparse_attention
-from ..ops.checks import check_dropout, check_qkv, check_scale
+from ..ops.checks import check_device_and_dtype, check_dropout, check_qkv, check_scale
 from ..ops.choose import check_backend
 from ..options import OptionKeywords
 from ..patterns import Causal, Pattern, SparsePatternConfig
 from ..patterns.base import check_flag
 from ..patterns.blocks import ceil_div, check_branches
-from ..patterns.config import DEFAULT_DILATION_RATES, DEFAULT_SEGMENT_LENGTHS
+from ..patterns.config import DEFAULT_DILATION_RATES, DEFAULT_SEGMENT_LENGTHS, as_unused
 from ..patterns.opening import opened
 from .pooled import POOL_FIELDS, Pooled, only_pool_options, split_pool_options
 from .ringed import Ringed
@@ -42,6 +43,7 @@ class BlockSparseAttention(Ringed, Pooled, nn.Module):
         backend: see `block_sparse_attention`.
         ring_group: ranks that the sequence is spread over, a process group or a DeviceMesh of one dimension: `forward`
             then takes this rank's shards, see `ring_block_sparse_attention`.
+        device, dtype: taken as PyTorch's own modules without parameters do; there is nothing to place.
         pool options: enable_memory_pool, lightweight_pool, enable_buffer_manager, enable_buffer_reuse; see
             `Pooled.set_buffers`. All off by default.
     """
@@ -59,9 +61,12 @@ class BlockSparseAttention(Ringed, Pooled, nn.Module):
         attention_dropout: float | None = None,
         backend: str = "auto",
         ring_group: Group | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
         **pool_options: Any,
     ) -> None:
         super().__init__()
+        check_device_and_dtype(device, dtype)
         self.set_buffers(**only_pool_options(pool_options))
         self.set_ring(ring_group)
         if not isinstance(pattern, Pattern):
@@ -126,7 +131,7 @@ class BlockSparseAttention(Ringed, Pooled, nn.Module):
 
     def extra_repr(self) -> str:
         reason = f", reason={self.reason!r}" if self.reason else ""
-        return f"{self.pattern()}, dropout={self.dropout}, backend={self.backend!r}{reason}"
+        return f"{self.pattern()}, {usual_options(self)}{reason}"
 
 
 class BlockSparseRingDilatedAttention(BlockSparseAttention):
@@ -134,7 +139,7 @@ class BlockSparseRingDilatedAttention(BlockSparseAttention):
 
     Args:
         segment_lengths, dilation_rates: branches of pattern type "dilated_sparse", [2048, 4096, 8192] and [1, 2, 4]
-            by default. Other pattern types do not use them, and giving them is an error.
+            by default. Other pattern types do not read them; like the fields of the configuration they may be given.
         sparse_config: the pattern; or give its fields as keywords (`sparsity_ratio=0.05, block_size=64`, …).
     """
 
@@ -151,22 +156,13 @@ class BlockSparseRingDilatedAttention(BlockSparseAttention):
         attention_dropout: float | None = None,
         backend: str = "auto",
         ring_group: Group | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
         **options: Any,
     ) -> None:
         pool_options, pattern_fields = split_pool_options(options)
         config = one_config(sparse_config, pattern_fields)
-        if (segment_lengths is None) != (dilation_rates is None):
-            raise ValueError(
-                "segment_lengths and dilation_rates must be given together or not at all, "
-                f"got {segment_lengths} and {dilation_rates}"
-            )
-        if segment_lengths is not None and dilation_rates is not None:
-            check_branches(segment_lengths, dilation_rates)
-            if not config.uses_segments:
-                raise ValueError(
-                    f"segment_lengths and dilation_rates have no meaning for pattern_type {config.pattern_type!r}, "
-                    f"got {list(segment_lengths)} and {list(dilation_rates)}; leave them out"
-                )
+        check_segments(segment_lengths, dilation_rates)
         branches = tuple(segment_lengths or DEFAULT_SEGMENT_LENGTHS), tuple(dilation_rates or DEFAULT_DILATION_RATES)
         super().__init__(
             config.pattern(*branches),
@@ -175,13 +171,20 @@ class BlockSparseRingDilatedAttention(BlockSparseAttention):
             attention_dropout=attention_dropout,
             backend=backend,
             ring_group=ring_group,
+            device=device,
+            dtype=dtype,
             **pool_options,
         )
         self.sparse_config = config
-        self.segment_lengths = branches[0] if config.uses_segments else None
-        self.dilation_rates = branches[1] if config.uses_segments else None
+        known = config.uses_segments or segment_lengths is not None
+        self.segment_lengths = branches[0] if known else None
+        self.dilation_rates = branches[1] if known else None
         # The causal pattern is not the other one cut: its window and its budget look back only.
         self._patterns = (config.pattern(*branches), config.pattern(*branches, is_causal=True))
+
+    def extra_repr(self) -> str:
+        unused = unused_of(self.sparse_config, self.segment_lengths, self.dilation_rates)
+        return super().extra_repr() + (f"; {as_unused(unused)}" if unused else "")
 
 
 class BlockSparseHierarchical(BlockSparseRingDilatedAttention):
@@ -203,6 +206,8 @@ class BlockSparseHierarchical(BlockSparseRingDilatedAttention):
         attention_dropout: float | None = None,
         backend: str = "auto",
         ring_group: Group | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
         **pool_options: Any,
     ) -> None:
         only_pool_options(pool_options)
@@ -213,11 +218,24 @@ class BlockSparseHierarchical(BlockSparseRingDilatedAttention):
             attention_dropout=attention_dropout,
             backend=backend,
             ring_group=ring_group,
+            device=device,
+            dtype=dtype,
             **pool_options,
         )
 
 
 _opened = value_cache(opened)  # the same object every time
+
+
+def check_segments(segment_lengths: Sequence[int] | None, dilation_rates: Sequence[int] | None) -> None:
+    """Both or neither."""
+    if (segment_lengths is None) != (dilation_rates is None):
+        raise ValueError(
+            "segment_lengths and dilation_rates must be given together or not at all, "
+            f"got {segment_lengths} and {dilation_rates}"
+        )
+    if segment_lengths is not None and dilation_rates is not None:
+        check_branches(segment_lengths, dilation_rates)
 
 
 def one_config(sparse_config: SparsePatternConfig | None, pattern_fields: dict[str, Any]) -> SparsePatternConfig:
@@ -237,6 +255,16 @@ def one_config(sparse_config: SparsePatternConfig | None, pattern_fields: dict[s
     return sparse_config
 
 
+def unused_of(
+    config: SparsePatternConfig, segment_lengths: Sequence[int] | None, dilation_rates: Sequence[int] | None
+) -> dict[str, Any]:
+    """What was given to a module and its pattern type does not read."""
+    unused = config.unused
+    if not config.uses_segments and segment_lengths is not None and dilation_rates is not None:
+        unused |= {"segment_lengths": tuple(segment_lengths), "dilation_rates": tuple(dilation_rates)}
+    return unused
+
+
 def module_options(module: nn.Module, options: OptionKeywords) -> OptionKeywords:
     """The options of a module's call: its own scale and dropout, and those that the call brings."""
     held = sorted({"scale", "dropout_p"} & set(options))
@@ -244,6 +272,12 @@ def module_options(module: nn.Module, options: OptionKeywords) -> OptionKeywords
         raise TypeError(f"{held[0]} is given to the constructor of {type(module).__name__}, not to its call")
     dropout_p = module.dropout if module.training else 0.0
     return {"scale": module.scale, "dropout_p": dropout_p, **options}  # type: ignore[typeddict-item]
+
+
+def usual_options(module: Any) -> str:
+    """For a `repr`."""
+    scale = "" if module.scale is None else f"scale={module.scale}, "
+    return f"{scale}dropout={module.dropout}, backend={module.backend!r}"
 
 
 def one_dropout(dropout: float | None, attention_dropout: float | None) -> float:

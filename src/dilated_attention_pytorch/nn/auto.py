@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ..ops.checks import check_device, check_device_and_dtype
 from ..patterns import Full
 from ..patterns.base import check_int
 from ..patterns.blocks import ceil_div, check_ratio
@@ -27,6 +28,7 @@ def automatic_attention(
     dropout: float | None = None,
     attention_dropout: float | None = None,
     backend: str = "auto",
+    dtype: torch.dtype | None = None,
 ) -> BlockSparseAttention | BlockSparseAdaptive:
     """The attention for sequences of about this length; `reason` of the module says why this one.
 
@@ -34,11 +36,13 @@ def automatic_attention(
         seq_len: tokens.
         device: where it will run: blocks of 128 tokens on a GPU, as its kernels like them, (64, 16) elsewhere, as
             the choice is better.
+        dtype: taken as the modules do.
         budget: share of dense attention's blocks that may be computed; a share that keeps about a constant number of
             tokens a query by default.
     """
     check_int("seq_len", seq_len, least=1)
-    kind = torch.device(device).type
+    kind = check_device(device).type
+    check_device_and_dtype(device, dtype)
     options: dict[str, Any] = {
         "scale": scale,
         "dropout": dropout,

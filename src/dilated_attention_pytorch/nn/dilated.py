@@ -6,20 +6,21 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, Unpack
 
+import torch
 from torch import Tensor, nn
 
 from ..distributed import Placement, ring_dilated_attention
 from ..distributed.exchange import Group
 from ..layout.branches import layout_of_branches
 from ..ops import BlockSparseWeights, dilated_attention
-from ..ops.checks import DEFAULT_BLOCK_SIZE, check_options, check_scale
+from ..ops.checks import DEFAULT_BLOCK_SIZE, check_device_and_dtype, check_options, check_scale
 from ..ops.choose import check_backend, leave_autocast
 from ..ops.weights import attention_weights
 from ..options import OptionKeywords
 from ..patterns import Branches
 from ..patterns.base import check_flag
 from ..patterns.config import DEFAULT_DILATION_RATES, DEFAULT_SEGMENT_LENGTHS
-from .attention import module_options, one_dropout
+from .attention import check_segments, module_options, one_dropout, usual_options
 from .pooled import POOL_FIELDS, Pooled, only_pool_options
 from .ringed import Ringed
 
@@ -33,6 +34,7 @@ class DilatedAttention(Ringed, Pooled, nn.Module):
         dropout, attention_dropout: two names of the share of weights dropped in training.
         ring_group: ranks that the sequence is spread over, a process group or a DeviceMesh of one dimension: `forward`
             then takes this rank's shards, see `ring_dilated_attention`.
+        device, dtype: taken as PyTorch's own modules without parameters do; there is nothing to place.
         pool options: enable_memory_pool, lightweight_pool, enable_buffer_manager, enable_buffer_reuse; see
             `Pooled.set_buffers`. All off by default.
     """
@@ -51,16 +53,15 @@ class DilatedAttention(Ringed, Pooled, nn.Module):
         attention_dropout: float | None = None,
         backend: str = "auto",
         ring_group: Group | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
         **pool_options: Any,
     ) -> None:
         super().__init__()
+        check_device_and_dtype(device, dtype)
         self.set_buffers(**only_pool_options(pool_options))
         self.set_ring(ring_group)
-        if (segment_lengths is None) != (dilation_rates is None):
-            raise ValueError(
-                "segment_lengths and dilation_rates must be given together or not at all, "
-                f"got {segment_lengths} and {dilation_rates}"
-            )
+        check_segments(segment_lengths, dilation_rates)
         if segment_lengths is None or dilation_rates is None:
             segment_lengths, dilation_rates = DEFAULT_SEGMENT_LENGTHS, DEFAULT_DILATION_RATES
         self.branches = Branches(segment_lengths, dilation_rates, head_offsets)
@@ -128,4 +129,5 @@ class DilatedAttention(Ringed, Pooled, nn.Module):
             return out, attention_weights(q, k, lse, layout, check_options(q, k, **call))
 
     def extra_repr(self) -> str:
-        return f"{self.branches}, dropout={self.dropout}, backend={self.backend!r}"
+        detached = ", detach_branch_weights=True" if self.detach_branch_weights else ""
+        return f"{self.branches}, {usual_options(self)}{detached}"

@@ -13,13 +13,13 @@ from torch.nn.functional import linear
 from ..distributed import Placement
 from ..distributed.exchange import Group
 from ..ops import BlockSparseWeights
-from ..ops.checks import check_dense, check_masks
+from ..ops.checks import check_dense, check_device_and_dtype, check_masks
 from ..options import OptionKeywords
 from ..patterns import SparsePatternConfig
 from ..patterns.base import check_flag, check_int
 from ..patterns.branches import check_heads
 from .adaptive import BlockSparseAdaptive
-from .attention import BlockSparseRingDilatedAttention, one_config
+from .attention import BlockSparseRingDilatedAttention, check_segments, one_config, unused_of
 from .dilated import DilatedAttention
 from .pooled import split_pool_options
 
@@ -75,6 +75,7 @@ class Multihead(nn.Module):
         for name in ("memory_pool", "buffer_manager"):
             if hasattr(attention, name):
                 setattr(self, name, getattr(attention, name))
+        check_device_and_dtype(device, dtype)
         options: dict[str, Any] = {"device": device, "dtype": dtype}
         widths = [embed_dim, self.num_kv_heads * self.head_dim, self.num_kv_heads * self.head_dim]
         self._widths = widths
@@ -153,6 +154,18 @@ class Multihead(nn.Module):
         """(batch, seq, embed_dim) of the heads' results, through the layer norm if there is one."""
         out = out.flatten(2)
         return self.out_proj(out if self.layer_norm is None else self.layer_norm(out))
+
+    def extra_repr(self) -> str:
+        told = {"embed_dim": self.embed_dim, "num_heads": self.num_heads}
+        for name, usual in (
+            ("num_kv_heads", self.num_heads),
+            ("kdim", self.embed_dim),
+            ("vdim", self.embed_dim),
+            ("batch_first", True),
+        ):
+            if getattr(self, name) != usual:
+                told[name] = getattr(self, name)
+        return ", ".join(f"{name}={value}" for name, value in told.items())
 
     def get_buffer_stats(self) -> dict[str, Any]:
         """See `Pooled`."""
@@ -233,11 +246,15 @@ class BlockSparseRingMultiheadDilatedAttention(Multihead):
             "backend": backend,
             **pool_options,
         }
-        if not config.is_adaptive or segment_lengths is not None or dilation_rates is not None:
-            inner |= {"segment_lengths": segment_lengths, "dilation_rates": dilation_rates}
+        check_segments(segment_lengths, dilation_rates)
         if ring_group is not None:
             inner["ring_group"] = ring_group
-        attention = (BlockSparseAdaptive if config.is_adaptive else BlockSparseRingDilatedAttention)(**inner)
+        attention: BlockSparseAdaptive | BlockSparseRingDilatedAttention
+        if config.is_adaptive:
+            attention = BlockSparseAdaptive(**inner)
+            attention.unused = unused_of(config, segment_lengths, dilation_rates)
+        else:
+            attention = BlockSparseRingDilatedAttention(segment_lengths, dilation_rates, **inner)
         super().__init__(
             attention,
             embed_dim,

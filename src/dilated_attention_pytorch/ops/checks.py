@@ -114,6 +114,15 @@ def check_device(device: object) -> torch.device:
         raise ValueError(f"device must be one that PyTorch knows, such as 'cpu' or 'cuda:0', got {device!r}") from None
 
 
+def check_device_and_dtype(device: object, dtype: object) -> None:
+    """`device` and `dtype` of a module without parameters, which takes them as PyTorch's own do: there is nothing to
+    place."""
+    if device is not None:
+        check_device(device)
+    if dtype is not None and dtype not in DTYPES:
+        raise TypeError(f"dtype must be float64, float32, bfloat16, float16 or None, got {dtype!r}")
+
+
 def check_softcap(softcap: float | None) -> float:
     if softcap is None:
         return 0.0

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from .base import Pattern
+from .base import Pattern, check_int
 from .blocks import (
     DilatedBlocks,
     GlobalBlocks,
@@ -31,8 +31,7 @@ HIERARCHICAL_PRESETS = MappingProxyType(
     }
 )
 
-# What each pattern type reads, and what it takes when nothing is said. Naming a field that the type does not read is
-# an error: it would be an argument accepted and dropped.
+# What each pattern type reads, and what it takes when nothing is said.
 _FIELDS: dict[str, dict[str, Any]] = {
     "dilated_sparse": {"sparsity_ratio": 0.1},
     "local_window": {"local_window_size": 512},
@@ -44,7 +43,11 @@ _FIELDS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class SparsePatternConfig:
-    """Which blocks to keep.
+    """Which blocks to keep: a record of choices, of which a pattern type reads some.
+
+    The other fields may be given all the same, so that the type can be changed and the rest left standing; the `repr`
+    names them as unused. (An argument that nothing reads is an error everywhere else in this package.) A field that
+    does not exist, or a value that it cannot have, is an error whatever the type.
 
     Args:
         pattern_type: "dilated_sparse", "local_window", "global_local", "hierarchical" or "adaptive" (blocks chosen from
@@ -67,26 +70,32 @@ class SparsePatternConfig:
         if not isinstance(self.pattern_type, str) or self.pattern_type not in _FIELDS:
             raise ValueError(f"pattern_type must be one of {sorted(_FIELDS)}, got {self.pattern_type!r}")
         check_block_size("block_size", self.block_size)
-        used = _FIELDS[self.pattern_type]
-        for name in ("sparsity_ratio", "local_window_size", "global_tokens", "levels"):
-            if name in used and getattr(self, name) is None:
-                object.__setattr__(self, name, used[name])
-            elif name not in used and getattr(self, name) is not None:
-                raise ValueError(
-                    f"{name} has no meaning for pattern_type {self.pattern_type!r}, which reads "
-                    f"{sorted(used)}; got {name}={getattr(self, name)!r}"
-                )
-        levels = self.levels
-        if isinstance(levels, str):
-            if levels not in HIERARCHICAL_PRESETS:
-                raise ValueError(f"levels must be pairs or one of {sorted(HIERARCHICAL_PRESETS)}, got {levels!r}")
-            levels = HIERARCHICAL_PRESETS[levels]
-        if levels is not None:
-            object.__setattr__(self, "levels", check_levels(levels))
+        for name, default in _FIELDS[self.pattern_type].items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, default)
         if self.sparsity_ratio is not None:
             check_ratio("sparsity_ratio", self.sparsity_ratio)
-        if not self.is_adaptive:
-            self.pattern()  # the patterns check the rest
+        if self.local_window_size is not None:
+            check_int("local_window_size", self.local_window_size, least=0)
+        if self.global_tokens is not None:
+            check_int("global_tokens", self.global_tokens, least=1)
+        if self.levels is not None:
+            object.__setattr__(self, "levels", _checked_levels(self.levels, self.block_size))
+
+    @property
+    def unused(self) -> dict[str, Any]:
+        """The fields that were given and that the pattern type does not read."""
+        names = {name for fields in _FIELDS.values() for name in fields} - _FIELDS[self.pattern_type].keys()
+        return {name: getattr(self, name) for name in sorted(names) if getattr(self, name) is not None}
+
+    def __repr__(self) -> str:
+        names = "pattern_type", *_FIELDS[self.pattern_type], "block_size"
+        notes = [", ".join(f"{name}={getattr(self, name)!r}" for name in names)]
+        if "sparsity_ratio" in names:
+            notes.append(f"keeps {100 * (self.sparsity_ratio or 0):g}% of the blocks")
+        if self.unused:
+            notes.append(as_unused(self.unused))
+        return f"SparsePatternConfig({'; '.join(notes)})"
 
     @property
     def uses_segments(self) -> bool:
@@ -120,3 +129,18 @@ class SparsePatternConfig:
             if self.pattern_type == "global_local":
                 blocks = blocks | GlobalBlocks(field.global_tokens, self.block_size)
         return blocks & Causal() if is_causal else blocks
+
+
+def as_unused(fields: dict[str, Any]) -> str:
+    """Fields that nothing reads, for a `repr`."""
+    return "unused: " + ", ".join(f"{name}={value!r}" for name, value in fields.items())
+
+
+def _checked_levels(levels: Sequence[tuple[int, int]] | str, block_size: int) -> tuple[tuple[int, int], ...]:
+    if isinstance(levels, str):
+        if levels not in HIERARCHICAL_PRESETS:
+            raise ValueError(f"levels must be pairs or one of {sorted(HIERARCHICAL_PRESETS)}, got {levels!r}")
+        return HIERARCHICAL_PRESETS[levels]
+    checked = check_levels(levels)
+    hierarchical(checked, block_size=block_size)  # the patterns check strides and windows
+    return checked
