@@ -21,7 +21,7 @@ from ..patterns.base import check_flag, constant_in_graphs, numbered
 from ..patterns.blocks import ceil_div, check_branches
 from ..patterns.config import DEFAULT_DILATION_RATES, DEFAULT_SEGMENT_LENGTHS
 from .pooled import POOL_FIELDS, Pooled, only_pool_options, split_pool_options
-from .ringed import Ringed
+from .ringed import Ringed, heard_by_all
 
 # Windows that a schedule may open, between none and everything: each is a layout of its own.
 OPENINGS = 32
@@ -84,6 +84,7 @@ class BlockSparseAttention(Ringed, Pooled, nn.Module):
         window = ceil(self.opening * OPENINGS) * ceil_div(operator.index(seq_k), OPENINGS)
         return _opened(pattern.number, window, is_causal)
 
+    @heard_by_all
     def forward(
         self,
         q: Tensor,

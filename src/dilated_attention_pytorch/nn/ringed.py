@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch.distributed as dist
 
 from ..distributed import Placement
+from ..distributed.agreement import refusing, untraced
 from ..distributed.exchange import Group, Shared, check_group
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class Ringed:
-    """Mixin of attention modules: call `set_ring` in the constructor and `ring_options` in forward."""
+    """Mixin of attention modules: call `set_ring` in the constructor and `ring_options` in forward, which is
+    `heard_by_all`."""
 
     _ring: Shared | None = None
 
@@ -32,3 +39,20 @@ class Ringed:
         if with_weights:
             raise ValueError("return_attention_weights is not possible over a ring: no rank has all keys of a row")
         return {"group": self.ring_group, "placement": placement}
+
+
+def heard_by_all(forward: Callable[P, T]) -> Callable[P, T]:
+    """A module's `forward` that tells the ranks of its ring whatever stops this one before they agree on the call."""
+
+    @wraps(forward)
+    def call(*args: P.args, **options: P.kwargs) -> T:
+        module: Any = args[0]
+        return forward(*args, **options) if module._ring is None else _over_ring(forward, *args, **options)
+
+    return call
+
+
+@untraced
+def _over_ring(forward: Callable[..., T], module: Any, *args: Any, **options: Any) -> T:
+    with refusing(module.ring_group):
+        return forward(module, *args, **options)
