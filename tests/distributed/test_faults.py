@@ -1,8 +1,8 @@
 """A rank is killed, or hangs: every other rank raises, soon, and what a killed run leaves behind is whole.
 
-Attention communicates at points: before and after every gathering of numbers, every exchange begun and every exchange
-waited for, forward and backward, first call (with its plan) and later ones. A rank goes at one of them. While a
-checkpoint is saved it goes at any call of any Python function.
+Attention communicates at points: before and after every gathering of numbers, every swap of them, every exchange begun
+and every exchange waited for, forward and backward, first call (with its plan) and later ones. A rank goes at one of
+them. While a checkpoint is saved it goes at any call of any Python function.
 
 `make stress` kills 200 ranks and writes the record: how many, and how long the slowest survivor took to raise.
 """
@@ -23,7 +23,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from dilated_attention_pytorch import GlobalTokens, RandomBlocks, SlidingWindow
-from dilated_attention_pytorch.distributed import agreement, exchange, plan, ring, ring_block_sparse_attention
+from dilated_attention_pytorch.distributed import agreement, control, exchange, plan, ring, ring_block_sparse_attention
 from tests.distributed.processes import ByRank, Processes, join
 from tests.distributed.test_example import EXAMPLE, example, torchrun
 
@@ -60,9 +60,9 @@ def at_point(fate, action):
         return guarded
 
     for module in (agreement, plan):
-        module.gather_numbers = with_points(exchange.gather_numbers)
-    for module in (plan, ring):
-        module.exchange = with_points(exchange.exchange)
+        module.gather_numbers = with_points(control.gather_numbers)
+    plan.swap = with_points(control.swap)
+    ring.exchange = with_points(exchange.exchange)
     exchange.Pending.wait = with_points(exchange.Pending.wait)
     return passed
 

@@ -1,6 +1,8 @@
 """Modules over a ring equal the same modules in one process, alone and beside the other ways to train in parallel."""
 
 import copy
+import io
+import pickle
 
 import pytest
 import torch
@@ -195,6 +197,27 @@ def refusals(group):
 
 def test_refusals(ranks):
     ranks.run(2, refusals)
+
+
+def saved(group, name):
+    """A module over a ring is copied with its group, its parameters are saved, and it cannot be saved whole."""
+    make = {**MAKERS, "multihead": multihead}[name]
+    module, alone = make(group), make(None)
+    assert copy.deepcopy(module).ring_group is module.ring_group is group
+    reason = "a module over a ring cannot be pickled or saved whole, because its process group is one of this process"
+    for save in (pickle.dumps, lambda each: torch.save(each, io.BytesIO())):
+        with pytest.raises(TypeError, match=reason):
+            save(module)
+    alone.load_state_dict(module.state_dict())
+    again = pickle.loads(pickle.dumps(alone))
+    x = torch.randn(1, 64, *((EMBED,) if name == "multihead" else (HEADS, 8)), dtype=torch.float64)
+    assert torch.equal(again(x, x, x), alone(x, x, x))
+
+
+@pytest.mark.parametrize("name", [*MAKERS, "multihead"])
+def test_saved(ranks, name):
+    """It was "cannot pickle 'torch._C._distributed_c10d.ProcessGroup' object", and no word of what to do."""
+    ranks.run(2, saved, name)
 
 
 def test_data_parallel_as_in_the_documents():

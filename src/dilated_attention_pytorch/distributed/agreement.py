@@ -5,26 +5,39 @@ One small message when they agree; the words are exchanged only when they do not
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import lru_cache
+from contextvars import ContextVar
+from functools import lru_cache, wraps
 from hashlib import blake2b
+from typing import ParamSpec, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ..layout import BlockLayout
-from .exchange import RingError, gather_numbers, gather_objects
+from .control import gather_numbers, gather_texts
+from .exchange import RingError
 
 NUMBERS = 4  # that a rank tells the others besides, at most
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def agree(group: dist.ProcessGroup, description: dict[str, str], *numbers: int) -> Tensor:
     """[ranks, numbers]: those of every rank, if all describe the same; else an error that names the difference."""
+    if (call := _call.get()) is not None:
+        call.told = True
+    if dist.get_world_size(group) == 1:
+        return torch.tensor([numbers], dtype=torch.int64)
     what = "the agreement on a call"
     told = gather_numbers(group, [digest(description), *numbers, *[0] * (NUMBERS - len(numbers))], what)
     if (told[:, 0] != told[0, 0]).any():
-        descriptions = gather_objects(group, description, what)
+        descriptions = [json.loads(text) for text in gather_texts(group, json.dumps(description), what)]
         refusals = {rank: each["refused"] for rank, each in enumerate(descriptions) if "refused" in each}
         if refusals:
             told_by = "; ".join(f"rank {rank}: {reason}" for rank, reason in refusals.items())
@@ -33,15 +46,48 @@ def agree(group: dist.ProcessGroup, description: dict[str, str], *numbers: int) 
     return told[:, 1 : 1 + len(numbers)]
 
 
+class _Call:
+    """A call that is being checked; `told`: the other ranks have heard of it."""
+
+    told = False
+
+
+_call: ContextVar[_Call | None] = ContextVar("a call over a ring", default=None)
+
+
 @contextmanager
 def refusing(group: dist.ProcessGroup) -> Iterator[None]:
-    """Checks of a call that come before `agree`: if they refuse it, the others are told and do not wait."""
+    """A call from its beginning: whatever stops it before `agree` is told to the others, so that they do not wait.
+
+    A module's call holds that of its operator; the outermost tells.
+    """
+    if _call.get() is not None:
+        yield
+        return
+    call = _Call()
+    token = _call.set(call)
     try:
         yield
-    except (TypeError, ValueError) as error:
-        with suppress(RingError):
-            agree(group, {"refused": str(error)})
+    except Exception as error:
+        if not call.told:
+            reason = (str(error).splitlines() or [""])[0]
+            with suppress(RingError):
+                agree(group, {"refused": f"{type(error).__name__}: {reason}"})
         raise
+    finally:
+        _call.reset(token)
+
+
+def untraced(function: Callable[P, T]) -> Callable[P, T]:
+    """`torch.compiler.disable`, but without loading the whole compiler with this package."""
+
+    @wraps(function)
+    def call(*args: P.args, **options: P.kwargs) -> T:
+        compiler = sys.modules.get("torch._dynamo")
+        return (compiler.disable(function) if compiler is not None else function)(*args, **options)
+
+    call._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return call
 
 
 @lru_cache(maxsize=100)

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeAlias
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
@@ -45,6 +45,27 @@ def check_group(group: Group) -> dist.ProcessGroup:
     raise TypeError(f"group must be a process group or a DeviceMesh, got {group!r}")
 
 
+def backend_for(group: dist.ProcessGroup, device: torch.device) -> str | None:
+    """The backend that moves tensors of a device in this group, "nccl" say; None if none does.
+
+    What has none of its own goes through the memory of the host, if gloo moves that.
+    """
+    backends = _backends(str(dist.get_backend_config(group)))
+    through_host = "gloo" if backends.get("cpu") == "gloo" else None
+    return backends.get(device.type, through_host)
+
+
+@lru_cache
+def _backends(config: str) -> dict[str, str]:
+    return {device: backend for device, _, backend in (pair.partition(":") for pair in config.split(","))}
+
+
+def check_device(group: dist.ProcessGroup, device: torch.device, name: str) -> None:
+    if device.type == "meta" or backend_for(group, device) is None:
+        config = dist.get_backend_config(group)
+        raise ValueError(f"{name} must be on a device that the group has a backend for, {config}, got {device}")
+
+
 class Shared:
     """A value that copies of a module have in common, as a process group is."""
 
@@ -53,6 +74,12 @@ class Shared:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Shared:
         return self
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a module over a ring cannot be pickled or saved whole, because its process group is one of this process: "
+            "save module.state_dict()"
+        )
 
 
 @contextmanager
@@ -115,11 +142,10 @@ def exchange(
     *,
     send: tuple[int, Sequence[Tensor]] | None = None,
     receive: tuple[int, Sequence[Tensor]] | None = None,
-    counted: bool = True,
 ) -> Pending:
     """Begin to send tensors to one rank and to receive into others from one rank; ranks are counted in the group.
 
-    The tensors are contiguous. Those that are received into may be read after `wait`. `counted`: by `count_traffic`.
+    The tensors are contiguous. Those that are received into may be read after `wait`.
     """
     pending = Pending(what)
     works: list[tuple[str, dist.P2POp]] = []
@@ -128,14 +154,14 @@ def exchange(
             continue
         peer, tensors = message
         # Gloo has no way from GPU to GPU: through the host's memory then.
-        staged = tensors[0].device.type != "cpu" and dist.get_backend(group) == "gloo"
+        staged = tensors[0].device.type != "cpu" and backend_for(group, tensors[0].device) == "gloo"
         if staged and not is_send:
             pending.device = tensors[0].device
         placed = [_on_host(x, copy=is_send) for x in tensors] if staged else list(tensors)
         operation, place = (dist.isend, "to") if is_send else (dist.irecv, "from")
         works += [(f"{place} rank {peer}", dist.P2POp(operation, x, group=group, group_peer=peer)) for x in placed]
         (pending.held if is_send else pending.received).extend(placed)
-        if is_send and counted:
+        if is_send:
             for traffic in _counting:
                 traffic.bytes += sum(x.numel() * x.element_size() for x in tensors)
                 traffic.messages += len(tensors)
@@ -152,36 +178,20 @@ def _on_host(x: Tensor, *, copy: bool) -> Tensor:
     return x.cpu() if copy else torch.empty_like(x, device="cpu")
 
 
-_control: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+_started: WeakKeyDictionary[dist.ProcessGroup, set[torch.device]] = WeakKeyDictionary()
 
 
-def control_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A group of the same ranks for small messages between hosts: the group itself where it speaks gloo."""
-    if "gloo" in str(dist.get_backend_config(group)):
-        return group
-    if group not in _control:
-        device = torch.device("cuda", torch.cuda.current_device())
-        timeout: timedelta = group._get_backend(device).options._timeout
-        _control[group] = dist.new_group(
-            dist.get_process_group_ranks(group), timeout=timeout, backend="gloo", use_local_synchronization=True
-        )
-        # The first message on a group must come from all of its ranks.
+def start(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Before the first exchange of a device's tensors: the first message of NCCL must come from all ranks of a group,
+    and in an exchange some have nothing to send. All ranks call it."""
+    backend, started = backend_for(group, device), _started.setdefault(group, set())
+    if backend == "gloo" or device in started:
+        return
+    try:
         dist.all_reduce(torch.zeros(1, device=device), group=group)
-    return _control[group]
-
-
-def gather_numbers(group: dist.ProcessGroup, numbers: Sequence[int], what: str) -> Tensor:
-    """int64 [ranks, numbers], on the host: the numbers, below 2⁶³, of every rank. All ranks call it."""
-    own = torch.tensor(numbers, dtype=torch.int64)
-    told = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    with or_broken(what):
-        dist.all_gather(told, own, group=control_group(group))
-    return torch.stack(told)
-
-
-def gather_objects(group: dist.ProcessGroup, value: Any, what: str) -> list[Any]:
-    """The values of every rank. All ranks call it."""
-    told: list[Any] = [None] * dist.get_world_size(group)
-    with or_broken(what):
-        dist.all_gather_object(told, value, group=control_group(group))
-    return told
+    except RuntimeError as error:
+        raise RingError(
+            f"the ring cannot start: a first message of all ranks over {backend}, on {device} here, failed; every rank "
+            f"needs a device of its own that reaches those of the others ({' '.join(str(error).split())})"
+        ) from error
+    started.add(device)

@@ -25,7 +25,8 @@ from ..layout.branches import take_keys
 from ..layout.rules import num_tokens
 from ..patterns import Branches, Pattern
 from ..patterns.blocks import ceil_div
-from .exchange import RingError, control_group, exchange, gather_numbers
+from .control import gather_numbers, swap
+from .exchange import RingError
 from .shard import Placement
 
 CAPACITY = 100
@@ -297,12 +298,13 @@ def items_of(codes: Tensor, stored: Tensor, shared: bool, work: Work) -> Items:
 
 def make_plan(number: int, work: Work, group: dist.ProcessGroup) -> Plan:
     """The plan of this rank. All ranks of the group call it together."""
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    rank, size, what = dist.get_rank(group), dist.get_world_size(group), "the exchange of plans"
     needs = needs_of(work, rank)
     nothing = torch.empty(0, dtype=torch.int64)
     codes = [needs[source].codes.cpu() if source in needs and source != rank else nothing for source in range(size)]
-    counts = gather_numbers(group, [len(each) for each in codes], "the exchange of plans")
-    control, ranks = control_group(group), torch.arange(size)
+    counts = gather_numbers(group, [len(each) for each in codes], what)
+    asked_by = swap(group, codes, counts[:, rank].tolist(), what)
+    ranks = torch.arange(size)
     own = work.placements[1].blocks(rank, work.unit).to(work.device)
     shared = share_lists(work)
     steps = []
@@ -310,15 +312,7 @@ def make_plan(number: int, work: Work, group: dist.ProcessGroup) -> Plan:
         if not counts[ranks, (ranks - distance) % size].any():
             continue
         source, target = (rank - distance) % size, (rank + distance) % size
-        asked = torch.empty(int(counts[target, rank]), dtype=torch.int64)
-        exchange(
-            control,
-            "the exchange of plans",
-            send=(source, [codes[source]]) if len(codes[source]) else None,
-            receive=(target, [asked]) if len(asked) else None,
-            counted=False,
-        ).wait()
-        asked = asked.to(work.device)
+        asked = asked_by[target].to(work.device)
         first = work.tokens_of(asked if shared else asked // work.heads_kv)[:, 0]
         if not torch.isin(first // work.unit, own).all():
             raise RingError(f"rank {target} asks rank {rank} for keys that it does not hold")

@@ -8,13 +8,11 @@ lse, gives its exact share of the gradients, and dk and dv travel back the way t
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from functools import wraps
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from math import gcd
 from types import ModuleType
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -42,31 +40,16 @@ from ..patterns import Branches, Causal, Pattern
 from ..patterns.base import check_flag
 from ..patterns.blocks import BLOCK_SIZES
 from ..patterns.branches import check_heads
-from .agreement import agree, digest, refusing, told
-from .exchange import Group, Pending, check_group, exchange
+from .agreement import agree, digest, refusing, told, untraced
+from .exchange import Group, Pending, check_device, check_group, exchange, start
 from .plan import Part, Plan, Step, Work, make_plan, remember_plan, remembered_plan
 from .shard import Placement, check_placement
 
 # What a plan depends on, of what the ranks agree on; another batch, or a call without gradients, takes the same.
 OF_THE_PLAN = ("pattern", "is_causal", "placement", "heads")
 
-P = ParamSpec("P")
-T = TypeVar("T")
 
-
-def _untraced(function: Callable[P, T]) -> Callable[P, T]:
-    """`torch.compiler.disable`, but without loading the whole compiler with this package."""
-
-    @wraps(function)
-    def call(*args: P.args, **options: P.kwargs) -> T:
-        compiler = sys.modules.get("torch._dynamo")
-        return (compiler.disable(function) if compiler is not None else function)(*args, **options)
-
-    call._torchdynamo_disable = True  # type: ignore[attr-defined]
-    return call
-
-
-@_untraced
+@untraced
 def ring_block_sparse_attention(
     q: Tensor,
     k: Tensor,
@@ -104,16 +87,16 @@ def ring_block_sparse_attention(
         "document_ids": document_ids, "backend": backend,
     }  # fmt: skip
     group = check_group(group)
-    if dist.get_world_size(group) == 1:
-        _check_alone(placement, group, q, k)
-        return block_sparse_attention(q, k, v, layout_or_pattern, return_lse=return_lse, **options)
     with refusing(group):
+        if dist.get_world_size(group) == 1:
+            _check_alone(placement, group, q, k, v)
+            return block_sparse_attention(q, k, v, layout_or_pattern, return_lse=return_lse, **options)
         refuse_branches(layout_or_pattern)
-    out, lse = _attend(q, k, v, [layout_or_pattern], group, placement, return_lse, **options)
-    return (out, lse) if return_lse else out
+        out, lse = _attend(q, k, v, [layout_or_pattern], group, placement, return_lse, **options)
+        return (out, lse) if return_lse else out
 
 
-@_untraced
+@untraced
 def ring_dilated_attention(
     q: Tensor,
     k: Tensor,
@@ -148,23 +131,23 @@ def ring_dilated_attention(
         "backend": backend,
     }  # fmt: skip
     group = check_group(group)
-    if dist.get_world_size(group) == 1:
-        _check_alone(placement, group, q, k)
-        return dilated_attention(
-            q, k, v, segment_lengths=segment_lengths, dilation_rates=dilation_rates, head_offsets=head_offsets,
-            detach_branch_weights=detach_branch_weights, return_lse=return_lse, **options,
-        )  # fmt: skip
     with refusing(group):
+        if dist.get_world_size(group) == 1:
+            _check_alone(placement, group, q, k, v)
+            return dilated_attention(
+                q, k, v, segment_lengths=segment_lengths, dilation_rates=dilation_rates, head_offsets=head_offsets,
+                detach_branch_weights=detach_branch_weights, return_lse=return_lse, **options,
+            )  # fmt: skip
         check_flag("detach_branch_weights", detach_branch_weights)
         branches = Branches(segment_lengths, dilation_rates, head_offsets)
         if isinstance(q, Tensor) and q.ndim == 4:  # anything else is refused below
             check_heads(branches.dilation_rates, q.shape[2])
-    parts = branches.alone() if detach_branch_weights and len(branches) > 1 else [branches]
-    out, lse = _attend(q, k, v, parts, group, placement, return_lse, document_ids=None, **options)
-    return (out, lse) if return_lse else out
+        parts = branches.alone() if detach_branch_weights and len(branches) > 1 else [branches]
+        out, lse = _attend(q, k, v, parts, group, placement, return_lse, document_ids=None, **options)
+        return (out, lse) if return_lse else out
 
 
-@_untraced
+@untraced
 def whole_length(tokens: int, group: dist.ProcessGroup, placement: Placement | None) -> int:
     """Tokens of a sequence of which each rank holds so many. Without a placement all ranks call it together."""
     if isinstance(placement, Placement):
@@ -183,11 +166,10 @@ def _attend(
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """The attention of a checked and agreed call; of several that add up, mixed by shares that get no gradient."""
+    check_flag("return_lse", return_lse)
     q, k, v, autocast_off = leave_autocast(q, k, v)
     with autocast_off:
-        with refusing(group):
-            check_flag("return_lse", return_lse)
-            calls = [_Call(q, k, v, what, group, placement, **options) for what in whats]
+        calls = [_Call(q, k, v, what, group, placement, **options) for what in whats]
         # One draw for all: a key that counts in two of them is kept or dropped as one.
         seed = int(torch.randint(2**31, (), device=q.device)) if calls[0].extras.dropout_p else 0
         results = []
@@ -217,6 +199,7 @@ class _Call:
         backend: str,
     ) -> None:
         check_qkv(q, k, v)
+        check_device(group, q.device, "q")
         check_flag("is_causal", is_causal)
         check_lists(q, k, what)
         if document_ids is not None and q.shape[1] != k.shape[1]:
@@ -256,6 +239,7 @@ class _Call:
         remembered = remembered_plan(self.group, key)
         number = 0 if remembered is None else remembered.number
         of_all = agree(self.group, self.description, number, seed, *self.lengths)
+        start(self.group, self.device)
         numbers, seeds, lengths = of_all[:, 0], of_all[:, 1], of_all[:, 2:].T.tolist()
         number = digest(*(self.description[name] for name in OF_THE_PLAN), lengths)
         extras = self.extras
@@ -337,8 +321,9 @@ def _check_placement(placement: Placement, group: dist.ProcessGroup, q: Tensor, 
             )
 
 
-def _check_alone(placement: Placement | None, group: dist.ProcessGroup, q: Tensor, k: Tensor) -> None:
+def _check_alone(placement: Placement | None, group: dist.ProcessGroup, q: Tensor, k: Tensor, v: Tensor) -> None:
     if placement is not None:
+        check_qkv(*leave_autocast(q, k, v)[:3])
         _check_placement(placement, group, q, k)
 
 

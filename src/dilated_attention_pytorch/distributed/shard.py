@@ -18,7 +18,7 @@ from ..patterns import Causal, Pattern
 from ..patterns.base import check_flag, check_int
 from ..patterns.blocks import ceil_div, check_block_size
 from .agreement import agree, refusing, told
-from .exchange import Group, check_group, or_broken
+from .exchange import Group, check_device, check_group, or_broken
 
 # A placement is balanced if the slowest rank has no more than this times the mean work.
 BALANCED = 1.05
@@ -219,12 +219,21 @@ def _work_of_rows(layout: BlockLayout, block_size: int) -> Tensor:
 
 
 def shard_sequence(x: Tensor, placement: Placement, *, group: Group, dim: int = 1) -> Tensor:
-    """This rank's part of a tensor that every rank holds whole. Differentiable."""
+    """This rank's part of a tensor that every rank holds whole. Differentiable. Nothing is communicated."""
     group = check_group(group)
     check_placement(placement, group)
-    if x.shape[dim] != placement.seq:
-        raise ValueError(f"x must have the placement's {placement.seq} tokens in dim {dim}, got {list(x.shape)}")
+    _check_tokens(x, dim, placement.seq, "the placement's")
     return _shard(x, placement, dist.get_rank(group), dim)
+
+
+def _check_tokens(x: Tensor, dim: int, tokens: int, whose: str) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"x must be a tensor, got {type(x).__name__}")
+    check_int("dim", dim, least=-x.ndim)
+    if dim >= x.ndim:
+        raise ValueError(f"dim must be less than the {x.ndim} dimensions of x, got {dim}")
+    if x.shape[dim] != tokens:
+        raise ValueError(f"x must have {whose} {tokens} tokens in dim {dim}, got {list(x.shape)}")
 
 
 def _shard(x: Tensor, placement: Placement, rank: int, dim: int) -> Tensor:
@@ -241,21 +250,21 @@ def unshard_sequence(x: Tensor, placement: Placement, *, group: Group, dim: int 
     group = check_group(group)
     with refusing(group):
         check_placement(placement, group)
-        own = placement.num_tokens(dist.get_rank(group))
-        if x.shape[dim] != own:
-            raise ValueError(f"x must have this rank's {own} tokens in dim {dim}, got {list(x.shape)}")
-    agree(
-        group,
-        {
-            "placement": told(placement),
-            "dim": str(dim),
-            "shape but for the tokens": str([size for i, size in enumerate(x.shape) if i != dim % x.ndim]),
-            "dtype": str(x.dtype),
-            "device": x.device.type,
-            "gradients": "asked for" if torch.is_grad_enabled() and x.requires_grad else "not asked for",
-        },
-    )
-    return _Unshard.apply(x, placement, group, dim)
+        _check_tokens(x, dim, placement.num_tokens(dist.get_rank(group)), "this rank's")
+        check_device(group, x.device, "x")
+        agree(
+            group,
+            {
+                "placement": told(placement),
+                "dim": str(dim),
+                "shape but for the tokens": str([size for i, size in enumerate(x.shape) if i != dim % x.ndim]),
+                "dtype": str(x.dtype),
+                "layout": str(x.layout),
+                "device": x.device.type,
+                "gradients": "asked for" if torch.is_grad_enabled() and x.requires_grad else "not asked for",
+            },
+        )
+        return _Unshard.apply(x, placement, group, dim)
 
 
 class _Unshard(torch.autograd.Function):

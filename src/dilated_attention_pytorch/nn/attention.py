@@ -25,7 +25,7 @@ from ..patterns.blocks import ceil_div, check_branches
 from ..patterns.config import DEFAULT_DILATION_RATES, DEFAULT_SEGMENT_LENGTHS, as_unused
 from ..patterns.opening import opened
 from .pooled import POOL_FIELDS, Pooled, only_pool_options, split_pool_options
-from .ringed import Ringed
+from .ringed import Ringed, heard_by_all
 
 # Windows that a schedule may open, between none and everything: each is a layout of its own.
 OPENINGS = 32
@@ -92,6 +92,7 @@ class BlockSparseAttention(Ringed, Pooled, nn.Module):
         window = ceil(self.opening * OPENINGS) * ceil_div(operator.index(tokens), OPENINGS)
         return _opened(pattern, window)
 
+    @heard_by_all
     def forward(
         self,
         q: Tensor,

@@ -22,7 +22,7 @@ from ..patterns.base import check_flag
 from ..patterns.config import DEFAULT_DILATION_RATES, DEFAULT_SEGMENT_LENGTHS
 from .attention import check_segments, module_options, one_dropout, usual_options
 from .pooled import POOL_FIELDS, Pooled, only_pool_options
-from .ringed import Ringed
+from .ringed import Ringed, heard_by_all
 
 
 class DilatedAttention(Ringed, Pooled, nn.Module):
@@ -80,6 +80,7 @@ class DilatedAttention(Ringed, Pooled, nn.Module):
     def dilation_rates(self) -> tuple[int, ...]:
         return tuple(self.branches.dilation_rates)
 
+    @heard_by_all
     def forward(
         self,
         q: Tensor,

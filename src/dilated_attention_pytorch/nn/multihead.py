@@ -22,9 +22,10 @@ from .adaptive import BlockSparseAdaptive
 from .attention import BlockSparseRingDilatedAttention, check_segments, one_config, unused_of
 from .dilated import DilatedAttention
 from .pooled import split_pool_options
+from .ringed import Ringed, heard_by_all
 
 
-class Multihead(nn.Module):
+class Multihead(Ringed, nn.Module):
     """Projections around an attention module, which takes (batch, seq, heads, head_dim).
 
     The parameters are those of `nn.MultiheadAttention`, so `load_state_dict(mha.state_dict())` just works. A plain
@@ -72,6 +73,7 @@ class Multihead(nn.Module):
             raise ValueError(f"layer_norm_eps has no meaning without layer_norm=True, got {layer_norm_eps}")
         self.gamma_init = gamma_init
         self.attention = attention
+        self._ring = getattr(attention, "_ring", None)
         for name in ("memory_pool", "buffer_manager"):
             if hasattr(attention, name):
                 setattr(self, name, getattr(attention, name))
@@ -108,6 +110,7 @@ class Multihead(nn.Module):
         if self.layer_norm is not None:
             self.layer_norm.reset_parameters()
 
+    @heard_by_all
     def forward(
         self,
         query: Tensor,

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch.distributed as dist
 
 from ..distributed import Placement
+from ..distributed.agreement import refusing, untraced
 from ..distributed.exchange import Group, Shared, check_group
 from ..distributed.ring import whole_length
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 
 class Ringed:
-    """Mixin of attention modules: call `set_ring` in the constructor and `ring_options` in forward."""
+    """Mixin of attention modules: call `set_ring` in the constructor and `ring_options` in forward, which is
+    `heard_by_all`."""
 
     _ring: Shared | None = None
 
@@ -37,3 +44,20 @@ class Ringed:
     def whole_length(self, tokens: int, placement: Placement | None) -> int:
         """Tokens of the whole sequence, of which a call has so many on this rank."""
         return tokens if self.ring_group is None else whole_length(tokens, self.ring_group, placement)
+
+
+def heard_by_all(forward: Callable[P, T]) -> Callable[P, T]:
+    """A module's `forward` that tells the ranks of its ring whatever stops this one before they agree on the call."""
+
+    @wraps(forward)
+    def call(*args: P.args, **options: P.kwargs) -> T:
+        module: Any = args[0]
+        return forward(*args, **options) if module._ring is None else _over_ring(forward, *args, **options)
+
+    return call
+
+
+@untraced
+def _over_ring(forward: Callable[..., T], module: Any, *args: Any, **options: Any) -> T:
+    with refusing(module.ring_group):
+        return forward(module, *args, **options)
