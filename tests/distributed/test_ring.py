@@ -19,12 +19,13 @@ from dilated_attention_pytorch import (
     PerHead,
     RandomBlocks,
     SlidingWindow,
+    block_sparse_attention,
 )
 from dilated_attention_pytorch.distributed import Placement
 from dilated_attention_pytorch.testing import Case, oracle, tolerances
 from tests import strategies
 from tests.distributed import work
-from tests.distributed.processes import ByRank
+from tests.distributed.processes import ByRank, RankError
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
 
@@ -61,7 +62,8 @@ class Call:
     def run(self, ranks):
         """out, lse, dq, dk, dv of the whole, which lse are −inf, and what each rank sent."""
         case = self.case
-        options = {"is_causal": case.is_causal, "scale": case.scale, "dropout_p": case.dropout_p, **self.options}
+        names = ("is_causal", "scale", "dropout_p", "softcap", "sinks")
+        options = {**{name: getattr(case, name) for name in names}, **self.options}
         got = ranks.run(self.size, work.attend, self.shards(), self.pattern, options)
         whole = [torch.full_like(x, torch.nan) for x in (case.q, case.dlse, case.q, case.k, case.v)]
         whole[1] = whole[1].to(got[0][0][1].dtype)
@@ -161,6 +163,8 @@ def calls(draw):
         key_padding_mask=padding,
         document_ids=ids,
         dropout_p=draw(st.sampled_from([0.0, 0.3])),
+        softcap=draw(st.sampled_from([None, None, 1.5])),
+        sinks=torch.randn(heads, generator=generator, dtype=torch.float64) if draw(st.booleans()) else None,
     )
     given_layout = draw(st.integers(0, 3)) == 0
     return Call(case, placements, case.layout if given_layout else pattern, options)
@@ -178,6 +182,28 @@ def assume_one_packing(pattern):
 @given(call=calls())
 def test_any_call(ranks, call):
     assert_exact(call, ranks)
+
+
+def test_sinks_get_the_gradient_of_all_ranks(ranks):
+    """Each rank gives that of its own queries: the sum over the ranks is the gradient."""
+    case = Case(
+        **tensors(3, 2, 96, 96, 4, 2, 8), layout=BlockLayout.from_pattern(SlidingWindow(40, 9), 96, block_size=16)
+    )
+    placement = Placement.contiguous(96, 3, block_size=16)
+    call = Call(case, (placement, placement), SlidingWindow(40, 9))
+    sinks = torch.randn(4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    got = ranks.run(3, work.gradient_of_sinks, call.shards(), call.pattern, sinks)
+    sinks.requires_grad_()
+    out = block_sparse_attention(case.q, case.k, case.v, case.layout, sinks=sinks, backend="reference")
+    torch.testing.assert_close(sum(got), torch.autograd.grad(out, sinks, case.do)[0], rtol=0, atol=1e-10)
+
+
+def test_slopes_are_refused(ranks):
+    case = Case(**tensors(3, 1, 64, 64, 2, 2, 8), layout=BlockLayout.from_pattern(Causal(), 64, block_size=16))
+    placement = Placement.contiguous(64, 2, block_size=16)
+    call = Call(case, (placement, placement), Causal(), {"alibi_slopes": torch.ones(2, dtype=torch.float64)})
+    with pytest.raises(RankError, match="alibi_slopes are not possible over a ring"):
+        call.run(ranks)
 
 
 PATTERNS = {

@@ -37,6 +37,13 @@ def attend(group, shards, pattern, options, seed=0):
     return [out.detach(), finite.detach(), *grads], empty, (forward.bytes, backward.bytes)
 
 
+def gradient_of_sinks(group, shards, pattern, sinks):
+    q, k, v, do, *_ = shards
+    sinks = sinks.clone().requires_grad_()
+    out = ring_block_sparse_attention(q, k, v, pattern, group=group, sinks=sinks)
+    return torch.autograd.grad(out, sinks, do)[0]
+
+
 def unshard(group, whole, placement, weight, dim):
     """The shard, the whole again, and the gradient of the sum over ranks of (whole · weight of the rank)."""
     shard = shard_sequence(whole, placement, group=group, dim=dim).clone().requires_grad_()

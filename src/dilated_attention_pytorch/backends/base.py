@@ -16,8 +16,6 @@ from torch import Tensor
 
 from ..options import CallOptions
 
-Extras = CallOptions
-
 
 @dataclass(frozen=True, kw_only=True)
 class Request:

@@ -12,21 +12,21 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from math import gcd
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..backends.base import Extras, Request, compute_dtype
+from ..backends.base import Request, compute_dtype
 from ..backends.dropout import seed_of_part
 from ..backends.sizes import Shape
 from ..layout import BlockLayout
 from ..layout.branches import cheapest_blocks
 from ..memory import active_source, drawing_from
 from ..ops import block_sparse_attention, dilated_attention
-from ..ops.attend import with_constant_shares
+from ..ops.attend import with_constant_shares, with_sinks
 from ..ops.checks import (
     DEFAULT_BLOCK_SIZE,
     check_lists,
@@ -36,6 +36,7 @@ from ..ops.checks import (
 )
 from ..ops.choose import choose, leave_autocast
 from ..ops.merge import merge_parts
+from ..options import NUMBERS, TENSORS, CallOptions, OptionKeywords
 from ..patterns import Branches, Causal, Pattern
 from ..patterns.base import check_flag
 from ..patterns.blocks import BLOCK_SIZES
@@ -59,12 +60,9 @@ def ring_block_sparse_attention(
     group: Group,
     placement: Placement | None = None,
     is_causal: bool = False,
-    scale: float | None = None,
-    dropout_p: float = 0.0,
-    key_padding_mask: Tensor | None = None,
-    document_ids: Tensor | None = None,
     return_lse: bool = False,
     backend: str = "auto",
+    **options: Unpack[OptionKeywords],
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`block_sparse_attention` over a ring: every rank gives and gets its own shard, and the result is the same.
 
@@ -77,22 +75,21 @@ def ring_block_sparse_attention(
         group: the ring: a process group, or a DeviceMesh of one dimension.
         placement: who holds which tokens, of queries and keys alike. By default one run for each rank in order, as
             long as the shards are; all but the last must be multiples of 16 tokens.
-        key_padding_mask, document_ids: of this rank's keys, (batch, tokens of the shard).
-        is_causal, scale, dropout_p, return_lse, backend: as in `block_sparse_attention`. The dropout seed is drawn by
-            the first rank, so that the draw is that of the plain operator there. Backends "sdpa" and "reference" have
-            no backward for a part of the keys and cannot run.
+        is_causal, return_lse, backend: as in `block_sparse_attention`. Backends "sdpa" and "reference" have no backward
+            for a part of the keys and cannot run.
+        options: as in `block_sparse_attention`, but `alibi_slopes`, which a ring refuses. `key_padding_mask` and
+            `document_ids` are of this rank's keys, (batch, tokens of the shard). The seed of dropout is drawn by the
+            first rank, so that the draw is that of the plain operator there. `sinks` are the same on every rank and get
+            the gradient of this rank's queries.
     """
-    options: dict[str, Any] = {
-        "is_causal": is_causal, "scale": scale, "dropout_p": dropout_p, "key_padding_mask": key_padding_mask,
-        "document_ids": document_ids, "backend": backend,
-    }  # fmt: skip
+    call: Any = {"is_causal": is_causal, "return_lse": return_lse, "backend": backend, **options}
     group = check_group(group)
     with refusing(group):
         if dist.get_world_size(group) == 1:
             _check_alone(placement, group, q, k, v)
-            return block_sparse_attention(q, k, v, layout_or_pattern, return_lse=return_lse, **options)
+            return block_sparse_attention(q, k, v, layout_or_pattern, **call)
         refuse_branches(layout_or_pattern)
-        out, lse = _attend(q, k, v, [layout_or_pattern], group, placement, return_lse, **options)
+        out, lse = _attend(q, k, v, [layout_or_pattern], group, placement, **call)
         return (out, lse) if return_lse else out
 
 
@@ -107,13 +104,11 @@ def ring_dilated_attention(
     group: Group,
     placement: Placement | None = None,
     is_causal: bool = False,
-    scale: float | None = None,
-    dropout_p: float = 0.0,
-    key_padding_mask: Tensor | None = None,
     head_offsets: str = "interleaved",
     detach_branch_weights: bool = False,
     return_lse: bool = False,
     backend: str = "auto",
+    **options: Unpack[OptionKeywords],
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`dilated_attention` over a ring: every rank gives and gets its own shard, and the result is the same.
 
@@ -121,29 +116,28 @@ def ring_dilated_attention(
     most w / r keys of each head, however long the sequence is.
 
     Args:
-        q, k, v, group, placement, key_padding_mask: as in `ring_block_sparse_attention`. Shards whose starts are
-            multiples of 128 · lcm(dilation_rates) are computed with the fewest mixed blocks.
+        q, k, v, group, placement, options: as in `ring_block_sparse_attention`, but there are no `document_ids`. Shards
+            whose starts are multiples of 128 · lcm(dilation_rates) are computed with the fewest mixed blocks.
         segment_lengths, dilation_rates, head_offsets, detach_branch_weights: as in `dilated_attention`; so are
-            is_causal, scale, dropout_p, return_lse and backend.
+            is_causal, return_lse and backend.
     """
-    options: dict[str, Any] = {
-        "is_causal": is_causal, "scale": scale, "dropout_p": dropout_p, "key_padding_mask": key_padding_mask,
-        "backend": backend,
-    }  # fmt: skip
+    call: Any = {"is_causal": is_causal, "return_lse": return_lse, "backend": backend, **options}
     group = check_group(group)
     with refusing(group):
         if dist.get_world_size(group) == 1:
             _check_alone(placement, group, q, k, v)
             return dilated_attention(
                 q, k, v, segment_lengths=segment_lengths, dilation_rates=dilation_rates, head_offsets=head_offsets,
-                detach_branch_weights=detach_branch_weights, return_lse=return_lse, **options,
+                detach_branch_weights=detach_branch_weights, **call,
             )  # fmt: skip
+        if options.get("document_ids") is not None:
+            raise TypeError("document_ids is no option of dilated attention")
         check_flag("detach_branch_weights", detach_branch_weights)
         branches = Branches(segment_lengths, dilation_rates, head_offsets)
         if isinstance(q, Tensor) and q.ndim == 4:  # anything else is refused below
             check_heads(branches.dilation_rates, q.shape[2])
         parts = branches.alone() if detach_branch_weights and len(branches) > 1 else [branches]
-        out, lse = _attend(q, k, v, parts, group, placement, return_lse, document_ids=None, **options)
+        out, lse = _attend(q, k, v, parts, group, placement, **call)
         return (out, lse) if return_lse else out
 
 
@@ -162,21 +156,26 @@ def _attend(
     whats: Sequence[BlockLayout | Pattern | Branches],
     group: dist.ProcessGroup,
     placement: Placement | None,
+    *,
+    is_causal: bool,
     return_lse: bool,
-    **options: Any,
+    backend: str,
+    **options: Unpack[OptionKeywords],
 ) -> tuple[Tensor, Tensor]:
     """The attention of a checked and agreed call; of several that add up, mixed by shares that get no gradient."""
     check_flag("return_lse", return_lse)
     q, k, v, autocast_off = leave_autocast(q, k, v)
     with autocast_off:
-        calls = [_Call(q, k, v, what, group, placement, **options) for what in whats]
+        calls = [_Call(q, k, v, what, group, placement, is_causal, backend, options) for what in whats]
         # One draw for all: a key that counts in two of them is kept or dropped as one.
-        seed = int(torch.randint(2**31, (), device=q.device)) if calls[0].extras.dropout_p else 0
+        seed = int(torch.randint(2**31, (), device=q.device)) if calls[0].options.dropout_p else 0
         results = []
         for call in calls:
-            plan, extras = call.agreed(seed)
-            results.append(_Ring.apply(q, k, v, plan, group, extras, call.backend))
-        return results[0] if len(results) == 1 else with_constant_shares(results)
+            plan, agreed = call.agreed(seed)
+            results.append(_Ring.apply(q, k, v, plan, group, agreed, call.backend))
+        out, lse = results[0] if len(results) == 1 else with_constant_shares(results)
+        sinks = calls[0].options.sinks
+        return (out, lse) if sinks is None else with_sinks(out, lse, sinks)
 
 
 class _Call:
@@ -190,28 +189,26 @@ class _Call:
         what: BlockLayout | Pattern | Branches,
         group: dist.ProcessGroup,
         placement: Placement | None,
-        *,
         is_causal: bool,
-        scale: float | None,
-        dropout_p: float,
-        key_padding_mask: Tensor | None,
-        document_ids: Tensor | None,
         backend: str,
+        options: OptionKeywords,
     ) -> None:
         check_qkv(q, k, v)
         check_device(group, q.device, "q")
         check_flag("is_causal", is_causal)
         check_lists(q, k, what)
-        if document_ids is not None and q.shape[1] != k.shape[1]:
+        self.options = check_options(q, k, **options)
+        if self.options.alibi_slopes is not None:
+            raise ValueError(
+                "alibi_slopes are not possible over a ring: a part of the keys does not know how far away it is"
+            )
+        if self.options.document_ids is not None and q.shape[1] != k.shape[1]:
             raise ValueError(
                 f"document_ids over a ring needs queries and keys of the same tokens, got {q.shape[1]} and {k.shape[1]}"
             )
         if placement is not None:
             _check_placement(placement, group, q, k)
-        self.extras = check_options(
-            q, k, scale=scale, key_padding_mask=key_padding_mask, document_ids=document_ids, dropout_p=dropout_p
-        )
-        self.backend = _choose(backend, q, k, self.extras)
+        self.backend = _choose(backend, q, k, self.options)
         self.group, self.placement, self.device = group, placement, q.device
         self.lengths, self.heads = (q.shape[1], k.shape[1]), (q.shape[2], k.shape[2])
         self.what, self.is_causal = what, is_causal
@@ -225,15 +222,13 @@ class _Call:
             "head_dim": str(q.shape[3]),
             "dtype": str(q.dtype),
             "device": q.device.type,
-            "scale": str(self.extras.scale),
-            "dropout_p": str(self.extras.dropout_p),
-            "key_padding_mask": "none" if key_padding_mask is None else "given",
-            "document_ids": "none" if document_ids is None else f"given, {document_ids.dtype}",
+            **{name: str(getattr(self.options, name)) for name in NUMBERS},
+            **{name: _kind_of_tensor(getattr(self.options, name)) for name in TENSORS},
             "gradients": "asked for" if learning else "not asked for",
             "backend": self.backend.name,
         }
 
-    def agreed(self, seed: int) -> tuple[Plan, Extras]:
+    def agreed(self, seed: int) -> tuple[Plan, CallOptions]:
         """The plan, and the seed of dropout, on which all ranks agree: the first rank's."""
         key = self.what, self.is_causal, self.placement, self.lengths, self.heads, self.device
         remembered = remembered_plan(self.group, key)
@@ -242,15 +237,15 @@ class _Call:
         start(self.group, self.device)
         numbers, seeds, lengths = of_all[:, 0], of_all[:, 1], of_all[:, 2:].T.tolist()
         number = digest(*(self.description[name] for name in OF_THE_PLAN), lengths)
-        extras = self.extras
-        if extras.dropout_p:
-            extras = extras._replace(seed=seeds[0].to(self.device))
+        options = self.options._replace(sinks=None)
+        if options.dropout_p:
+            options = options._replace(seed=seeds[0].to(self.device))
         # A rank may have forgotten what another remembers: then all make it again.
         if remembered is not None and (numbers == number).all():
-            return remembered, extras
+            return remembered, options
         plan = make_plan(number, self._work(lengths), self.group)
         remember_plan(self.group, key, plan)
-        return plan, extras
+        return plan, options
 
     def _work(self, lengths: list[list[int]]) -> Work:
         """Of the lengths of all ranks' queries and of their keys."""
@@ -303,8 +298,12 @@ class _Call:
         )
 
 
-def _choose(backend: str, q: Tensor, k: Tensor, extras: Extras) -> ModuleType:
-    chosen = choose(backend, Request.of(q, k, extras, kind=None, return_lse=True, named=backend != "auto"))
+def _kind_of_tensor(x: Tensor | None) -> str:
+    return "none" if x is None else f"given, {x.dtype}"
+
+
+def _choose(backend: str, q: Tensor, k: Tensor, options: CallOptions) -> ModuleType:
+    chosen = choose(backend, Request.of(q, k, options, kind=None, return_lse=True, named=backend != "auto"))
     if not hasattr(chosen, "backward"):
         raise ValueError(f"backend {chosen.name!r} cannot run over a ring: it has no backward for a part of the keys")
     return chosen
@@ -328,13 +327,13 @@ def _check_alone(placement: Placement | None, group: dist.ProcessGroup, q: Tenso
 
 
 def _arriving(
-    plan: Plan, group: dist.ProcessGroup, k: Tensor, v: Tensor, extras: Extras
+    plan: Plan, group: dist.ProcessGroup, k: Tensor, v: Tensor, options: CallOptions
 ) -> Iterator[tuple[Step | None, list[Tensor]]]:
     """The own keys, values and masks (no step), then what each step receives, while the next is already under way.
 
     Who lets go of what one step received before asking for the next holds two buffers at most.
     """
-    tensors = [x for x in (k, v, extras.key_padding_mask, extras.document_ids) if x is not None]
+    tensors = [x for x in (k, v, options.key_padding_mask, options.document_ids) if x is not None]
 
     def begin(step: Step) -> Pending:
         send = receive = None
@@ -359,15 +358,15 @@ def _arriving(
         del received
 
 
-def _of_part(part: Part, stored: list[Tensor], extras: Extras) -> tuple[Tensor, Tensor, Extras]:
-    """Keys, values and extras of one part of a call."""
+def _of_part(part: Part, stored: list[Tensor], options: CallOptions) -> tuple[Tensor, Tensor, CallOptions]:
+    """Keys, values and options of one part of a call."""
     keys, values, *masks = (x[:, part.keys] for x in stored)
-    padding = None if extras.key_padding_mask is None else masks[0]
+    padding = None if options.key_padding_mask is None else masks[0]
     ids = None
-    if extras.document_ids is not None:
-        ids = torch.cat((masks[-1], extras.document_ids[:, part.queries]), dim=1)
-    seed = None if extras.seed is None else seed_of_part(extras.seed, part.places)
-    return keys, values, extras._replace(key_padding_mask=padding, document_ids=ids, seed=seed)
+    if options.document_ids is not None:
+        ids = torch.cat((masks[-1], options.document_ids[:, part.queries]), dim=1)
+    seed = None if options.seed is None else seed_of_part(options.seed, part.places)
+    return keys, values, options._replace(key_padding_mask=padding, document_ids=ids, seed=seed)
 
 
 class _Ring(torch.autograd.Function):
@@ -379,23 +378,23 @@ class _Ring(torch.autograd.Function):
         v: Tensor,
         plan: Plan,
         group: dist.ProcessGroup,
-        extras: Extras,
+        options: CallOptions,
         backend: ModuleType,
     ) -> tuple[Tensor, Tensor]:
         batch, seq, heads, _ = q.shape
         out = q.new_zeros(q.shape, dtype=compute_dtype(q.dtype))
         lse = out.new_full((batch, heads, seq), -torch.inf)
-        for step, stored in _arriving(plan, group, k, v, extras):
+        for step, stored in _arriving(plan, group, k, v, options):
             for part in plan.own if step is None else step.parts:
                 own = part.queries
-                part_out, part_lse = _forward(backend, q[:, own], part, stored, extras)
+                part_out, part_lse = _forward(backend, q[:, own], part, stored, options)
                 out[:, own], lse[:, :, own] = merge_parts(
                     [out[:, own], part_out.to(out.dtype)], [lse[:, :, own], part_lse]
                 )
             del stored
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.rest, ctx.source = (plan, group, extras, backend), active_source()
+        ctx.rest, ctx.source = (plan, group, options, backend), active_source()
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -409,7 +408,7 @@ class _Ring(torch.autograd.Function):
     def _gradients(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         do = torch.zeros_like(out) if do is None else do
-        plan, group, extras, backend = ctx.rest
+        plan, group, options, backend = ctx.rest
         dq, dk, dv = (x.new_zeros(x.shape, dtype=compute_dtype(x.dtype)) for x in (q, k, v))
         returning: tuple[Step, Pending] | None = None
 
@@ -420,13 +419,13 @@ class _Ring(torch.autograd.Function):
                 for grad, given in zip((dk, dv), pending.wait(), strict=False):
                     step.sent.add(grad, given)
 
-        for step, stored in _arriving(plan, group, k, v, extras):
+        for step, stored in _arriving(plan, group, k, v, options):
             grads = [dk, dv]
             if step is not None:
                 grads = [dk.new_zeros(dk.shape[0], step.stored_tokens, *dk.shape[2:]) for _ in range(2)]
             for part in plan.own if step is None else step.parts:
                 own = part.queries
-                keys, values, of_part = _of_part(part, stored, extras)
+                keys, values, of_part = _of_part(part, stored, options)
                 part_dq, *part_dkv = backend.backward(
                     do[:, own],
                     None if dlse is None else dlse[:, :, own],
@@ -456,8 +455,10 @@ class _Ring(torch.autograd.Function):
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None, None
 
 
-def _forward(backend: ModuleType, q: Tensor, part: Part, stored: list[Tensor], extras: Extras) -> tuple[Tensor, Tensor]:
-    keys, values, of_part = _of_part(part, stored, extras)
+def _forward(
+    backend: ModuleType, q: Tensor, part: Part, stored: list[Tensor], options: CallOptions
+) -> tuple[Tensor, Tensor]:
+    keys, values, of_part = _of_part(part, stored, options)
     return backend.forward(q, keys, values, part.layout, of_part)
 
 
