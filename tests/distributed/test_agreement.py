@@ -35,7 +35,7 @@ DIFFERENCES = {
     "causal": ({"is_causal": True}, "is_causal: False on rank 0 and 2, True on rank 1$"),
     "scale": ({"scale": 0.5}, "scale: 0.35.* on rank 0 and 2, 0.5 on rank 1$"),
     "dropout": ({"dropout_p": 0.5}, "dropout_p: 0.0 on rank 0 and 2, 0.5 on rank 1$"),
-    "padding": ({"key_padding_mask": PADDING}, "key_padding_mask: none .* given on rank 1$"),
+    "padding": ({"key_padding_mask": PADDING}, "key_padding_mask: none .* given, torch.bool on rank 1$"),
     "ids": ({"document_ids": IDS}, "document_ids: none .* given, torch.int32 on rank 1$"),
     "gradients": ({"learn": False}, "gradients: asked for on rank 0 and 2, not asked for on rank 1$"),
     "placement": ({"placement": CONTIGUOUS}, "placement: by the lengths of the shards"),
