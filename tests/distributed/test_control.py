@@ -13,7 +13,12 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 
-from dilated_attention_pytorch import SlidingWindow, block_sparse_attention, ring_block_sparse_attention
+from dilated_attention_pytorch import (
+    BlockSparseAttention,
+    SlidingWindow,
+    block_sparse_attention,
+    ring_block_sparse_attention,
+)
 from dilated_attention_pytorch.distributed import RingError, control, exchange
 from tests.distributed.processes import TIMEOUT, Processes
 
@@ -70,7 +75,11 @@ def made_again(rank):
         ring = dist.new_group([0, 1, 2])
         if rank < 3:
             assert_attends(ring)
+            module = BlockSparseAttention(PATTERN, ring_group=ring)
             dist.destroy_process_group(ring)
+            x = torch.zeros(1, SHARD, 2, 8)
+            with pytest.raises(ValueError, match="group must be one that exists, got one that was destroyed"):
+                module(x, x, x)
 
 
 def forgotten(rank):

@@ -37,8 +37,16 @@ def multihead(kind, ring, **options):
     return kind(EMBED, HEADS, ring_group=ring, **options)
 
 
+def opened(ring):
+    """As a schedule has it in training: the ranks agree on the length of the whole, and then on the call."""
+    module = BlockSparseAttention(SlidingWindow(20, 20), ring_group=ring)
+    module.opening = 0.25
+    return module
+
+
 MODULES = {
     "BlockSparseAttention": lambda ring: BlockSparseAttention(SlidingWindow(20, 20), ring_group=ring),
+    "opened": opened,
     "pooled": lambda ring: BlockSparseAttention(SlidingWindow(20, 20), ring_group=ring, enable_memory_pool=True),
     "BlockSparseRingDilatedAttention": lambda ring: BlockSparseRingDilatedAttention(**CONFIG, ring_group=ring),
     "BlockSparseHierarchical": lambda ring: BlockSparseHierarchical([(1, 32)], block_size=16, ring_group=ring),
@@ -81,7 +89,7 @@ def good(name):
     shape = [1, SHARD, HEADS, HEAD_DIM] if heads else [1, SHARD, EMBED]
     x = torch.ones(shape)
     x = x.transpose(0, 1).contiguous() if name == "sequence first" else x
-    return {"x": x, "placement": PLACEMENTS[SIZE]}
+    return {"x": x} if name == "opened" else {"x": x, "placement": PLACEMENTS[SIZE]}
 
 
 # What the rank with the fault gives instead, of what it should; and what all ranks hear.
@@ -91,7 +99,7 @@ FAULTS = {
     "mask that is a list": (lambda x: {"key_padding_mask": [True]}, "key_padding_mask must be a tensor"),
     "integers": (lambda x: {"x": x.int()}, "must "),
     "complex": (lambda x: {"x": x.to(torch.complex64)}, "must "),
-    "no tensor": (lambda x: {"x": [1.0]}, ""),
+    "no tensor": (lambda x: {"x": [1.0]}, "must "),
     "two dimensions": (lambda x: {"x": x[0, 0]}, "must "),
     "another device": (lambda x: {"x": x.to("meta")}, ""),
     "empty": (lambda x: {"x": x[:0]}, "must not be empty"),

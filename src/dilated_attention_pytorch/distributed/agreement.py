@@ -28,12 +28,15 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def agree(group: dist.ProcessGroup, description: dict[str, str], *numbers: int) -> Tensor:
-    """[ranks, numbers]: those of every rank, if all describe the same; else an error that names the difference."""
-    if (call := _call.get()) is not None:
-        call.told = True
+def agree(group: dist.ProcessGroup, description: dict[str, str], *numbers: int, more: bool = False) -> Tensor:
+    """[ranks, numbers]: those of every rank, if all describe the same; else an error that names the difference.
+
+    `more`: the call has more to agree on before anything else is sent, and may still be refused.
+    """
     if dist.get_world_size(group) == 1:
         return torch.tensor([numbers], dtype=torch.int64)
+    call = _call.get() or _Call()
+    call.told = True
     what = "the agreement on a call"
     told = gather_numbers(group, [digest(description), *numbers, *[0] * (NUMBERS - len(numbers))], what)
     if (told[:, 0] != told[0, 0]).any():
@@ -43,6 +46,7 @@ def agree(group: dist.ProcessGroup, description: dict[str, str], *numbers: int) 
             told_by = "; ".join(f"rank {rank}: {reason}" for rank, reason in refusals.items())
             raise RingError(f"a rank refused the call that this one makes too ({told_by})")
         raise ValueError(f"the ranks of a ring must make the same call, but differ in {differences(descriptions)}")
+    call.told = not more
     return told[:, 1 : 1 + len(numbers)]
 
 

@@ -32,6 +32,10 @@ def check_group(group: Group) -> dist.ProcessGroup:
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError("a ring needs a process group: call torch.distributed.init_process_group first")
     if isinstance(group, dist.ProcessGroup):
+        try:
+            dist.get_backend(group)
+        except ValueError:
+            raise ValueError("group must be one that exists, got one that was destroyed") from None
         return group
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError("group must be one that this rank is in, got what new_group gives to the ranks outside")
@@ -41,7 +45,7 @@ def check_group(group: Group) -> dist.ProcessGroup:
                 f"group must be a process group or a DeviceMesh of one dimension, got a mesh of {group.ndim}; "
                 "take the dimension of the sequence, mesh['sequence']"
             )
-        return group.get_group()
+        return check_group(group.get_group())
     raise TypeError(f"group must be a process group or a DeviceMesh, got {group!r}")
 
 

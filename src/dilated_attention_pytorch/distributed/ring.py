@@ -146,7 +146,7 @@ def whole_length(tokens: int, group: dist.ProcessGroup, placement: Placement | N
     """Tokens of a sequence of which each rank holds so many. Without a placement all ranks call it together."""
     if isinstance(placement, Placement):
         return placement.seq
-    return int(agree(group, {"pattern": "one that a schedule opens"}, tokens).sum())
+    return int(agree(group, {"pattern": "one that a schedule opens"}, tokens, more=True).sum())
 
 
 def _attend(

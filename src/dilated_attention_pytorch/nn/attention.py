@@ -128,7 +128,7 @@ class BlockSparseAttention(Ringed, Pooled, nn.Module):
             **ring,
             **module_options(self, options),
         )
-        return run() if self._source is None else self.drawing(q.device, run)
+        return run() if self._source is None else self.drawing(q, run)
 
     def extra_repr(self) -> str:
         reason = f", reason={self.reason!r}" if self.reason else ""

@@ -117,7 +117,7 @@ class DilatedAttention(Ringed, Pooled, nn.Module):
             **ring,
             **call,
         )
-        result = run() if self._source is None else self.drawing(q.device, run)
+        result = run() if self._source is None else self.drawing(q, run)
         if isinstance(result, Tensor):
             return result
         out, lse = result

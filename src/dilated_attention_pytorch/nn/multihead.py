@@ -251,6 +251,11 @@ class BlockSparseRingMultiheadDilatedAttention(Multihead):
         }
         check_segments(segment_lengths, dilation_rates)
         if ring_group is not None:
+            if config.is_adaptive:
+                raise ValueError(
+                    "ring_group has no meaning for pattern_type 'adaptive', whose blocks are chosen from all keys; "
+                    "leave it out"
+                )
             inner["ring_group"] = ring_group
         attention: BlockSparseAdaptive | BlockSparseRingDilatedAttention
         if config.is_adaptive:

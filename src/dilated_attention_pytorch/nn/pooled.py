@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from ..memory import AttentionBuffers, MemoryPool, shared_pool
 from ..memory.pool import Source, drawing_from
@@ -65,13 +66,13 @@ class Pooled:
             self.buffer_manager = AttentionBuffers(pool, reuse=enable_buffer_reuse is not False)
             self._source = self.buffer_manager
 
-    def drawing(self, device: torch.device, run: Callable[[], T]) -> T:
-        """`run()`, and later its backward, with workspace from the buffers. A compiled graph plans its own, and where
-        something intercepts operators (a dispatch mode, say) the backward allocates afresh."""
+    def drawing(self, q: Tensor, run: Callable[[], T]) -> T:
+        """`run()`, and later its backward, with workspace from the buffers on the device of q. A compiled graph plans
+        its own, and where something intercepts operators (a dispatch mode, say) the backward allocates afresh."""
         source = self._source
-        if source is None or torch.compiler.is_compiling():
+        if source is None or torch.compiler.is_compiling() or not isinstance(q, Tensor):  # which `run` refuses
             return run()
-        source.watch(device)
+        source.watch(q.device)
         with drawing_from(source):
             return run()
 

@@ -59,5 +59,5 @@ def heard_by_all(forward: Callable[P, T]) -> Callable[P, T]:
 
 @untraced
 def _over_ring(forward: Callable[..., T], module: Any, *args: Any, **options: Any) -> T:
-    with refusing(module.ring_group):
+    with refusing(check_group(module.ring_group)):
         return forward(module, *args, **options)
