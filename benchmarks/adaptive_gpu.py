@@ -1,6 +1,6 @@
 """Choosing blocks on a GPU: what it costs beside the attention it serves, and what adaptive attention gains over dense.
 
-    PYTHONPATH=src python benchmarks/adaptive_gpu.py [--commit ID]       # a few minutes
+    python benchmarks/adaptive_gpu.py       # a few minutes; options: harness.py
 
 selection  Time of `select_blocks` ÷ time of the forward over its layout, 65,536 tokens, causal, 10 % of the blocks, by
            scorer, selector and block. The target is 0.10. Beside it what its kernels take, without the host.
@@ -8,26 +8,23 @@ adaptive   A whole adaptive call, selection and lists included, against dense ca
            forward (target 5 ×) and training step (target 4 ×), and what share of the forward is selection.
 
 bfloat16, batch 1, 16 heads × 128. Contenders of a row take turns. Before a row is timed, rows of its output are
-compared with float64 attention over its layout; a wrong one ends the run with exit status 1. Writes --out
-(benchmarks/results/adaptive_gpu.json).
+compared with float64 attention over its layout.
 """
 
 from __future__ import annotations
 
-import argparse
-import statistics
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from cases import HERE, GateError, Inputs, environment, expected, write_json
+from cases import Inputs, check_rows
 from dilated_attention_pytorch import (
     Antidiagonal,
     BlockGate,
+    BlockLayout,
     BlockSparseAdaptive,
     MeanPooled,
     SharedBudget,
@@ -35,19 +32,17 @@ from dilated_attention_pytorch import (
     block_sparse_attention,
     select_blocks,
 )
-from gpu import _dense, random_inputs, same, say, seconds_of
+from gpu_kernels import DEVICE, dense, medians, random_inputs
+from harness import Benchmark, Job, Record, run
 
 HEADS, HEAD_DIM, SHARE = 16, 128, 0.1
 EVEN = TopK(SHARE, even=True, across_heads=True)
 
 
-def check(name: str, tensors: list[Tensor], layout: Any, out: Tensor) -> None:
-    """Three query blocks of the first head against float64."""
-    block = layout.block_q
-    which = [0, layout.num_q_blocks // 2, layout.num_q_blocks - 1]
-    at = torch.cat([torch.arange(r * block, (r + 1) * block, device="cuda") for r in which])
-    q, k, v, do = (x[:, :, :1] for x in tensors)  # the lists of the first head are the first lists
-    same(name, out[:, at, :1], expected(Inputs((q, k, v), do), layout, which)["out"])
+def check(job: Job, name: str, tensors: list[Tensor], layout: BlockLayout, out: Tensor) -> None:
+    """The first head, whose lists are the first lists."""
+    q, k, v, do = (x[:, :, :1] for x in tensors)
+    check_rows(job.gate, name, layout, Inputs((q, k, v), do), out[:, :, :1])
 
 
 def device_seconds(run: Any, calls: int = 10) -> float:
@@ -59,8 +54,9 @@ def device_seconds(run: Any, calls: int = 10) -> float:
     return sum(event.device_time_total for event in profile.key_averages()) / calls * 1e-6
 
 
-def selection(tokens: int = 65536) -> list[dict[str, Any]]:
-    gate = BlockGate(HEADS, HEAD_DIM, queries=None, keys=None, device="cuda").requires_grad_(False)
+def selection(job: Job) -> Record:
+    tokens = 8192 if job.quick else 65536
+    gate = BlockGate(HEADS, HEAD_DIM, queries=None, keys=None, device=DEVICE).requires_grad_(False)
     scorers = {
         "mean": "mean",
         "minmax": "minmax",
@@ -81,12 +77,12 @@ def selection(tokens: int = 65536) -> list[dict[str, Any]]:
         layout = choose()
         with torch.no_grad():
             attend = partial(block_sparse_attention, q, k, v, layout)
-            check(f"{name}, {spread}, {block}", tensors, layout, attend())
+            check(job, f"{name}, {spread}, {block}", tensors, layout, attend())
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
             choose()
             peak = torch.cuda.max_memory_allocated() - before
-            times = {key: statistics.median(x) for key, x in seconds_of({"select": choose, "attend": attend}).items()}
+            times = medians({"select": choose, "attend": attend})
         row = {
             "scorer": name, "spread": spread, "block": list(block), "tokens": tokens, "density": layout.density,
             "select_ms": times["select"] * 1e3, "attend_ms": times["attend"] * 1e3,
@@ -94,19 +90,20 @@ def selection(tokens: int = 65536) -> list[dict[str, Any]]:
             "select_peak_mb": peak / 1e6,
         }  # fmt: skip
         rows.append(row)
-        say(
+        job.say(
             "{scorer}, {spread}, {block}: select {select_ms:.2f} ms ({select_device_ms:.2f} of the device), "
             "attend {attend_ms:.2f} ms, {ratio:.1%}".format(**row)
         )
         del layout, attend
-    return rows
+    return {"rows": rows}
 
 
-def adaptive(tokens: int = 131072) -> list[dict[str, Any]]:
+def adaptive(job: Job) -> Record:
+    tokens = 8192 if job.quick else 131072
     tensors = random_inputs(tokens, HEADS, HEAD_DIM)
     module = BlockSparseAdaptive(SHARE, scorer="mean", block_size=128)
     turned = [x.transpose(1, 2) for x in tensors]
-    dense = partial(_dense, SDPBackend.CUDNN_ATTENTION, True)
+    cudnn = partial(dense, SDPBackend.CUDNN_ATTENTION, True)
 
     def forward(run: Any, inputs: list[Tensor]) -> Tensor:
         with torch.no_grad():
@@ -117,43 +114,26 @@ def adaptive(tokens: int = 131072) -> list[dict[str, Any]]:
         return torch.autograd.grad(run(*leaves), leaves, inputs[3])
 
     ours = partial(module, is_causal=True)
-    check("adaptive", tensors, module.layout(*tensors[:2], True), forward(ours, tensors))
+    check(job, "adaptive", tensors, module.layout(*tensors[:2], True), forward(ours, tensors))
     rows = []
-    for way, run in (("forward", forward), ("training", training)):
-        runs = {"ours": partial(run, ours, tensors), "cudnn": partial(run, dense, turned)}
+    for way, attend in (("forward", forward), ("training", training)):
+        runs = {"ours": partial(attend, ours, tensors), "cudnn": partial(attend, cudnn, turned)}
         runs["select"] = partial(module.layout, *tensors[:2], True)
-        times = {name: statistics.median(x) for name, x in seconds_of(runs).items()}
+        times = medians(runs)
         row = {
             "way": way, "tokens": tokens, "share": SHARE, **{f"{n}_ms": t * 1e3 for n, t in times.items()},
             "speedup": times["cudnn"] / times["ours"], "selection_share": times["select"] / times["ours"],
         }  # fmt: skip
         rows.append(row)
         line = "{way}: ours {ours_ms:.2f} ms, cuDNN {cudnn_ms:.2f} ms, {speedup:.2f} ×; selection {selection_share:.1%}"
-        say(line.format(**row))
-    return rows
+        job.say(line.format(**row))
+    return {"rows": rows}
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--commit")
-    parser.add_argument("--out", type=Path, default=HERE / "results" / "adaptive_gpu.json")
-    args = parser.parse_args()
-    if not torch.cuda.is_available():
-        parser.error("this benchmark needs a CUDA device")
-    machine = {**environment(), "gpu": torch.cuda.get_device_name()}
-    if args.commit:
-        machine["commit"] = args.commit
-    record: dict[str, Any] = {"environment": machine}
-    try:
-        for name, section in (("selection", selection), ("adaptive", adaptive)):
-            torch.manual_seed(0)
-            record[name] = section()
-            write_json(args.out, record)
-    except GateError as error:
-        say(f"wrong answer: {error}")
-        return 1
-    return 0
+BENCHMARK = Benchmark(
+    name="adaptive_gpu", about=__doc__, sections={"selection": selection, "adaptive": adaptive}, devices=("cuda",)
+)
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(run(BENCHMARK))

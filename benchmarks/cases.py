@@ -1,24 +1,15 @@
-"""What the benchmarks share: the machine they ran on, timing, inputs, block masks, and the gate before every timing.
+"""What the benchmarks put in, and what should come out.
 
-Nothing to run here; see `benchmarks/cpu.py`.
-
-- `environment()` names what a number depends on: versions, processor, threads, commit, date.
-- Timing itself is `dilated_attention_pytorch.testing.timing`; `Probes` are the machine's own rates.
-- `random_mask` draws blocks, `BlockLayout.from_block_mask` and `flex_mask` give the same ones to this library and to
-  FlexAttention.
-- `Gate` compares a contender with float64 attention, computed by PyTorch over just the keys that a query sees, before
-  anything is timed; a wrong one raises `GateError`.
+- `Inputs` and `random_mask` draw tensors and blocks; `BlockLayout.from_block_mask` and `flex_mask` give the same blocks
+  to this library and to FlexAttention.
+- `expected` is float64 attention, computed by PyTorch over just the keys that a query sees: what gates compare with.
+- `Probes` are the machine's own rates.
 """
 
 from __future__ import annotations
 
-import json
-import math
-import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,31 +18,8 @@ from torch.nn.attention.flex_attention import BlockMask
 from torch.nn.functional import scaled_dot_product_attention
 
 from dilated_attention_pytorch import BlockLayout
-from dilated_attention_pytorch.testing import timing
 from dilated_attention_pytorch.testing.timing import Contenders, Timing
-
-HERE = Path(__file__).resolve().parent
-
-# Largest error ÷ largest value. float32 stays near 1e-6 at every length here; a missing block makes it 1e-2 and more.
-TOLERANCE = 2e-5
-
-
-def environment() -> dict[str, Any]:
-    """What a number depends on besides the code, and which code."""
-    return {**timing.environment(), "commit": commit()}
-
-
-def commit() -> str:
-    """The commit, marked "-dirty" when the tree differs from it; results of earlier runs do not count."""
-
-    def git(*args: str) -> str:
-        return subprocess.run(["git", "-C", HERE.parent, *args], capture_output=True, text=True, check=True).stdout
-
-    try:
-        changed = git("status", "--porcelain", "--", ":/", ":(top,exclude)benchmarks/results")
-        return git("rev-parse", "HEAD").strip() + ("-dirty" if changed.strip() else "")
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
+from harness import Gate
 
 
 @dataclass
@@ -123,38 +91,21 @@ def flex_mask(mask: Tensor, block: int) -> BlockMask:
     )
 
 
-class GateError(RuntimeError):
-    """A contender computes something else."""
-
-
-@dataclass
-class Gate:
-    """What was compared, and how far apart it was."""
-
-    checks: list[dict[str, Any]] = field(default_factory=list)
-
-    def check(self, case: str, contender: str, against: str, got: Tensor, want: Tensor) -> None:
-        error = float((got - want).abs().max() / want.abs().max())
-        self.checks.append(
-            {"case": case, "contender": contender, "against": against, "error": error, "tolerance": TOLERANCE}
-        )
-        if not error <= TOLERANCE:  # written so that NaN fails
-            shown = "NaN" if math.isnan(error) else f"{error:.1e}"
-            raise GateError(f"{case}: {contender} differs from {against} by {shown}, more than {TOLERANCE:.0e}")
-
-    @property
-    def worst(self) -> float:
-        return max((check["error"] for check in self.checks), default=0.0)
-
-
-def rows_to_check(layout: BlockLayout, whole: int) -> list[int]:
+def rows_to_check(layout: BlockLayout, whole: int = 0) -> list[int]:
     """All query blocks of a layout of up to `whole` tokens; else the first, the last and one between."""
     last = layout.num_q_blocks - 1
-    return list(range(last + 1)) if layout.seq_q <= whole else [0, last * 5 // 8, last]
+    return list(range(last + 1)) if layout.seq_q <= whole else sorted({0, last * 5 // 8, last})
 
 
 def tokens_of(rows: list[int], block: int) -> Tensor:
     return (torch.tensor(rows)[:, None] * block + torch.arange(block)).flatten()
+
+
+def check_rows(gate: Gate, case: str, layout: BlockLayout, inputs: Inputs, out: Tensor) -> None:
+    """Our output of some query blocks against float64."""
+    rows = rows_to_check(layout)
+    got, want = out[:, tokens_of(rows, layout.block_q).to(out.device)], expected(inputs, layout, rows)["out"]
+    gate.check(case, "ours", f"float64 in {len(rows)} query blocks", got, want)
 
 
 def expected(inputs: Inputs, layout: BlockLayout, rows: list[int], *, gradients: bool = False) -> dict[str, Tensor]:
@@ -194,8 +145,3 @@ def _seen(layout: BlockLayout, row: int) -> tuple[Tensor, Tensor]:
     allowed[: split - start] = True
     keys = (blocks[:, None] * layout.block_k + torch.arange(layout.block_k, device=blocks.device)).flatten()
     return keys, allowed.transpose(0, 1).flatten(1)
-
-
-def write_json(path: Path, record: Mapping[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")

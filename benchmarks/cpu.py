@@ -1,14 +1,11 @@
 """The CPU benchmark: this library beside compiled FlexAttention, dense SDPA and what the machine can do.
 
-    python benchmarks/cpu.py                  # all of it, about 12 minutes on 2 cores
-    python benchmarks/cpu.py --quick          # tiny sizes, to see that it works
-    python benchmarks/cpu.py --only training  # one of forward, training, memory, flat
+    python benchmarks/cpu.py                  # all of it, about 12 minutes on 2 cores; options: harness.py
     python benchmarks/cpu.py --skip-flex      # without FlexAttention, which needs a C++ compiler
-    python benchmarks/cpu.py --out elsewhere/cpu.json
 
-One run, one process, same inputs: float32, batch 1, 8 heads × 64, blocks of 128 tokens. Every contender's output is
-compared with float64 attention before it is timed, and whole outputs with each other; a wrong one ends the run with
-exit status 1. Contenders take turns, and the machine's plain 2048³ matmul and a large copy run beside each of them.
+One process, same inputs: float32, batch 1, 8 heads × 64, blocks of 128 tokens. Every contender's output is
+compared with float64 attention before it is timed, and whole outputs with each other. Contenders take turns, and the
+machine's plain 2048³ matmul and a large copy run beside each of them.
 
 forward   Random blocks, the same for all. Ratios are of median times: `flex_ratio` is FlexAttention's time ÷ ours,
           `dense_ratio` is dense SDPA's time × the real density ÷ ours. FlexAttention's compilation is timed apart.
@@ -23,24 +20,19 @@ Dense SDPA is measured up to 16,384 tokens; above that its time is scaled by the
 says `extrapolated`. GFLOP/s count the active blocks. `times_floor` is our time over the larger of two least times:
 the FLOPs at the matmul's rate, and the bytes at the copy's.
 
-Writes the full record to --out (benchmarks/results/cpu.json; cpu-quick.json, cpu-training.json and so on for parts)
-and a plot beside it. The last line on stdout is the summary as JSON; progress goes to stderr.
+The summary has the worst case of each claim beside its target.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import multiprocessing
 import os
 import statistics
-import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 from unittest.mock import patch
@@ -50,21 +42,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
-from cases import (
-    HERE,
-    Gate,
-    GateError,
-    Inputs,
-    Probes,
-    environment,
-    expected,
-    flex_mask,
-    heads_first,
-    random_mask,
-    rows_to_check,
-    tokens_of,
-    write_json,
-)
+import plots
+from cases import Inputs, Probes, expected, flex_mask, heads_first, random_mask, rows_to_check, tokens_of
 from dilated_attention_pytorch import (
     AttentionCost,
     BlockLayout,
@@ -76,9 +55,10 @@ from dilated_attention_pytorch import (
 )
 from dilated_attention_pytorch.memory import can_measure, measure_peak
 from dilated_attention_pytorch.testing.timing import Timing, interleave, seconds
-from report import as_text, draw
+from harness import Benchmark, Job, Record, SkipSectionError, run
 
 HEADS, HEAD_DIM, BLOCK, ITEMSIZE = 8, 64, 128, 4
+SHAPE = {"dtype": "float32", "batch": 1, "heads": HEADS, "head_dim": HEAD_DIM, "block": BLOCK}
 MEMORY_BLOCKS = 10  # a row
 FLAT_PATTERNS = {"window": SlidingWindow(left=7 * BLOCK, right=0), "random": RandomBlocks(8, block_size=BLOCK)}
 
@@ -131,25 +111,16 @@ QUICK = Plan(
 )
 
 
-@dataclass
-class Run:
-    """What the sections share."""
+def plan_of(job: Job) -> Plan:
+    return QUICK if job.quick else PLAN
 
-    plan: Plan
-    flex: bool
-    probes: Probes
-    gate: Gate = field(default_factory=Gate)
-    started: float = field(default_factory=perf_counter)
 
-    def say(self, text: str) -> None:
-        print(f"[{perf_counter() - self.started:6.1f} s] {text}", file=sys.stderr, flush=True)
-
-    def race(
-        self, contenders: Mapping[str, Callable[[], object]], repeats: int | Mapping[str, int]
-    ) -> tuple[dict[str, Timing], dict[str, float]]:
-        """The contenders' timings, and the machine's rates meanwhile."""
-        timings = interleave(contenders, repeats, self.probes.contenders())
-        return timings, self.probes.rates(timings)
+def race(
+    probes: Probes, contenders: Mapping[str, Callable[[], object]], repeats: int | Mapping[str, int]
+) -> tuple[dict[str, Timing], dict[str, float]]:
+    """The contenders' timings, and the machine's rates meanwhile."""
+    timings = interleave(contenders, repeats, probes.contenders())
+    return timings, probes.rates(timings)
 
 
 @dataclass(frozen=True)
@@ -207,34 +178,42 @@ def floor(flops: int, nbytes: int, rates: Mapping[str, float], ours: float) -> d
 # --- forward ---------------------------------------------------------------------------------------------------------
 
 
-def forward(run: Run) -> dict[str, Any]:
+def forward(job: Job) -> Record:
+    plan = plan_of(job)
+    probes = Probes(plan.matmul_side)
     rows, compiled, dense = [], [], {}
-    for tokens, repeats in run.plan.forward.items():
+    for tokens, repeats in plan.forward.items():
         with torch.no_grad():
             inputs = Inputs.make(tokens, HEADS, HEAD_DIM)
-            full = (1.0,) if tokens <= run.plan.dense_limit else ()
-            cases = [Case.make(tokens, density, flex=run.flex) for density in (*run.plan.densities, *full)]
-            contenders, owners = _forward_contenders(run, inputs, cases, compiled)
-            _gate_forward(run, inputs, cases, contenders, owners)
-            run.say(f"forward, {tokens} tokens: {repeats} × {len(contenders)} contenders")
-            timings, rates = run.race(contenders, repeats)
+            full = (1.0,) if tokens <= plan.dense_limit else ()
+            cases = [Case.make(tokens, density, flex=not job.args.skip_flex) for density in (*plan.densities, *full)]
+            contenders, owners = _forward_contenders(job, inputs, cases, compiled)
+            _gate_forward(job, inputs, cases, contenders, owners)
+            job.say(f"forward, {tokens} tokens: {repeats} × {len(contenders)} contenders")
+            timings, rates = race(probes, contenders, repeats)
         if "dense" in timings:
             dense[tokens] = timings["dense"]
         for case in cases:
             backend = explain(*inputs.ours, case.layout).chosen
             rows.append({**_forward_row(case, timings, rates, dense_at(tokens, dense)), "backend": backend})
-    note = None if run.flex else "FlexAttention was left out with --skip-flex"
-    return {"rows": rows, "flex_compile": compiled, "flex_note": note}
+    note = "FlexAttention was left out with --skip-flex" if job.args.skip_flex else None
+    return {
+        "shape": SHAPE,
+        "matmul_side": plan.matmul_side,
+        "rows": rows,
+        "flex_compile": compiled,
+        "flex_note": note,
+    }
 
 
 def _forward_contenders(
-    run: Run, inputs: Inputs, cases: Sequence[Case], compiled: list[dict[str, Any]]
+    job: Job, inputs: Inputs, cases: Sequence[Case], compiled: list[dict[str, Any]]
 ) -> tuple[dict[str, Callable[[], Tensor]], dict[str, Case | None]]:
     """What is timed, each giving (batch, seq, heads, head_dim), and whose case it is; dense SDPA has none."""
     tokens, views = inputs.grad.shape[1], tuple(x.transpose(1, 2) for x in inputs.ours)
     contenders: dict[str, Callable[[], Tensor]] = {}
     owners: dict[str, Case | None] = {}
-    flex = _compile_flex(run, views, cases[0], compiled) if run.flex else None
+    flex = _compile_flex(job, views, cases[0], compiled) if not job.args.skip_flex else None
     for case in cases:
         ours = f"ours {case.density}"
         contenders[ours] = lambda case=case: block_sparse_attention(*inputs.ours, case.layout)
@@ -245,18 +224,18 @@ def _forward_contenders(
                     *tensors, block_mask=case.flex_mask
                 ).transpose(1, 2)
                 owners[f"{theirs} {case.density}"] = case
-    if tokens <= run.plan.dense_limit:
+    if tokens <= plan_of(job).dense_limit:
         contenders["dense"] = lambda: scaled_dot_product_attention(*views).transpose(1, 2)
         owners["dense"] = None
     return contenders, owners
 
 
 def _compile_flex(
-    run: Run, views: tuple[Tensor, ...], case: Case, compiled: list[dict[str, Any]]
+    job: Job, views: tuple[Tensor, ...], case: Case, compiled: list[dict[str, Any]]
 ) -> Callable[..., Tensor]:
     """FlexAttention compiled for this length; the first call minus a second one is what that takes."""
     tokens = views[0].shape[2]
-    run.say(f"forward, {tokens} tokens: compiling FlexAttention")
+    job.say(f"forward, {tokens} tokens: compiling FlexAttention")
     torch._dynamo.reset()
     flex = torch.compile(flex_attention, dynamic=False)
     first, second = (seconds(lambda: flex(*views, block_mask=case.flex_mask)) for _ in range(2))
@@ -265,7 +244,7 @@ def _compile_flex(
 
 
 def _gate_forward(
-    run: Run,
+    job: Job,
     inputs: Inputs,
     cases: Sequence[Case],
     contenders: Mapping[str, Callable[[], Tensor]],
@@ -273,9 +252,9 @@ def _gate_forward(
 ) -> None:
     """Every contender against float64 in some rows, and FlexAttention and SDPA against ours in all."""
     tokens = inputs.grad.shape[1]
-    run.say(f"forward, {tokens} tokens: checking {len(contenders)} contenders")
+    job.say(f"forward, {tokens} tokens: checking {len(contenders)} contenders")
     for case in cases:
-        rows = rows_to_check(case.layout, run.plan.whole)
+        rows = rows_to_check(case.layout, plan_of(job).whole)
         at, want = tokens_of(rows, BLOCK), expected(inputs, case.layout, rows)["out"]
         name, ours = f"forward, {tokens} tokens, density {case.density}", None
         # Ours comes first. Dense SDPA belongs to the layout that leaves nothing out.
@@ -283,11 +262,11 @@ def _gate_forward(
             if owner is not case and not (owner is None and case.density == 1.0):
                 continue
             got = contenders[contender]()
-            run.gate.check(name, contender, f"float64 in {len(rows)} query blocks", got[:, at], want)
+            job.gate.check(name, contender, f"float64 in {len(rows)} query blocks", got[:, at], want)
             if ours is None:
                 ours = got
             else:
-                run.gate.check(name, contender, "ours, all rows", got, ours)
+                job.gate.check(name, contender, "ours, all rows", got, ours)
 
 
 def _forward_row(
@@ -320,26 +299,28 @@ def _forward_row(
 Step = Callable[[Tensor], Callable[[], tuple[Tensor, ...]]]
 
 
-def training(run: Run) -> dict[str, Any]:
+def training(job: Job) -> Record:
+    plan = plan_of(job)
+    probes = Probes(plan.matmul_side)
     rows, dense = [], {}
-    for tokens, repeats in run.plan.training.items():
+    for tokens, repeats in plan.training.items():
         inputs = Inputs.make(tokens, HEADS, HEAD_DIM)
-        measured = tokens <= run.plan.dense_limit
-        densities = run.plan.densities if measured else run.plan.long_training_densities
+        measured = tokens <= plan.dense_limit
+        densities = plan.densities if measured else plan.long_training_densities
         cases = {f"ours {density}": Case.make(tokens, density, flex=False) for density in densities}
         steps = {name: _our_step(inputs, case.layout) for name, case in cases.items()}
         layouts = {name: case.layout for name, case in cases.items()}
         if measured:
             steps["dense"] = _dense_step(inputs)
             layouts["dense"] = BlockLayout.from_pattern(Full(), tokens, block_size=BLOCK)
-        _gate_training(run, inputs, steps, layouts)
-        run.say(f"training, {tokens} tokens: {repeats} × {len(steps)} contenders")
+        _gate_training(job, inputs, steps, layouts)
+        job.say(f"training, {tokens} tokens: {repeats} × {len(steps)} contenders")
         contenders = {name: step(inputs.grad) for name, step in steps.items()}
-        timings, rates = run.race(contenders, repeats)
+        timings, rates = race(probes, contenders, repeats)
         if measured:
             dense[tokens] = timings["dense"]
         rows += [_training_row(case, timings[name], rates, dense_at(tokens, dense)) for name, case in cases.items()]
-    return {"rows": rows, "flex_note": "FlexAttention has no backward on a CPU"}
+    return {"shape": SHAPE, "rows": rows, "flex_note": "FlexAttention has no backward on a CPU"}
 
 
 def _our_step(inputs: Inputs, layout: BlockLayout) -> Step:
@@ -363,15 +344,15 @@ def _dense_step(inputs: Inputs) -> Step:
     return lambda do: partial(call, heads_first(do))
 
 
-def _gate_training(run: Run, inputs: Inputs, steps: Mapping[str, Step], layouts: Mapping[str, BlockLayout]) -> None:
+def _gate_training(job: Job, inputs: Inputs, steps: Mapping[str, Step], layouts: Mapping[str, BlockLayout]) -> None:
     """Output and gradients against float64, for an output gradient that is 0 outside the rows that are looked at.
 
     Such a gradient reaches every key that the rows see, and float64 needs these rows only.
     """
     tokens = inputs.grad.shape[1]
-    run.say(f"training, {tokens} tokens: checking {len(steps)} contenders")
+    job.say(f"training, {tokens} tokens: checking {len(steps)} contenders")
     for contender, step in steps.items():
-        rows = rows_to_check(layouts[contender], run.plan.whole)
+        rows = rows_to_check(layouts[contender], plan_of(job).whole)
         at = tokens_of(rows, BLOCK)
         want = expected(inputs, layouts[contender], rows, gradients=True)
         do = torch.zeros_like(inputs.grad).index_copy_(1, at, inputs.grad[:, at])
@@ -379,7 +360,7 @@ def _gate_training(run: Run, inputs: Inputs, steps: Mapping[str, Step], layouts:
         for name in want:
             mine = got[name][:, at] if name in ("out", "dq") else got[name]
             case = f"training, {tokens} tokens, {name}"
-            run.gate.check(case, contender, f"float64 in {len(rows)} query blocks", mine, want[name])
+            job.gate.check(case, contender, f"float64 in {len(rows)} query blocks", mine, want[name])
 
 
 def _training_row(case: Case, ours: Timing, rates: Mapping[str, float], dense: dict[str, Any]) -> dict[str, Any]:
@@ -402,17 +383,17 @@ def _training_row(case: Case, ours: Timing, rates: Mapping[str, float], dense: d
 # --- memory ----------------------------------------------------------------------------------------------------------
 
 
-def memory(run: Run) -> dict[str, Any]:
+def memory(job: Job) -> Record:
     ok, reason = can_measure()
     if not ok:
-        return {"rows": [], "skipped": reason}
-    rows = []
+        raise SkipSectionError(reason)
+    rows, plan = [], plan_of(job)
     for kind in ("forward", "training"):
-        run.say(f"memory, {run.plan.memory_tokens} tokens: {kind}")
+        job.say(f"memory, {plan.memory_tokens} tokens: {kind}")
         # A fresh process each: what an earlier part of the run left behind is not there.
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-            rows.append(pool.submit(peak_of, kind, run.plan.memory_tokens, torch.get_num_threads()).result())
-    return {"rows": rows}
+            rows.append(pool.submit(peak_of, kind, plan.memory_tokens, torch.get_num_threads()).result())
+    return {"shape": SHAPE, "rows": rows}
 
 
 def peak_of(kind: str, tokens: int, threads: int) -> dict[str, Any]:
@@ -447,12 +428,14 @@ def _attend(kind: str, layout: BlockLayout) -> None:
 # --- flat ------------------------------------------------------------------------------------------------------------
 
 
-def flat(run: Run) -> dict[str, Any]:
+def flat(job: Job) -> Record:
     """Lengths take turns too: a slow minute of the machine must not look like a slow length."""
-    inputs = Inputs.make(max(run.plan.flat), HEADS, HEAD_DIM)
+    plan = plan_of(job)
+    probes = Probes(plan.matmul_side)
+    inputs = Inputs.make(max(plan.flat), HEADS, HEAD_DIM)
     contenders, layouts, repeats = {}, {}, {}
     with torch.no_grad():
-        for tokens, count in run.plan.flat.items():
+        for tokens, count in plan.flat.items():
             short = Inputs(tuple(x[:, :tokens] for x in inputs.ours), inputs.grad[:, :tokens])
             for name, pattern in FLAT_PATTERNS.items():
                 layout = BlockLayout.from_pattern(pattern, tokens, block_size=BLOCK)
@@ -460,16 +443,16 @@ def flat(run: Run) -> dict[str, Any]:
                 contenders[name, tokens] = lambda short=short, layout=layout: block_sparse_attention(
                     *short.ours, layout
                 )
-                run.say(f"flat, {name}, {tokens} tokens: checking")
-                rows = rows_to_check(layout, run.plan.whole)
+                job.say(f"flat, {name}, {tokens} tokens: checking")
+                rows = rows_to_check(layout, plan_of(job).whole)
                 got, want = contenders[name, tokens](), expected(short, layout, rows)["out"]
                 where = f"float64 in {len(rows)} query blocks"
-                run.gate.check(f"flat, {name}, {tokens} tokens", "ours", where, got[:, tokens_of(rows, BLOCK)], want)
+                job.gate.check(f"flat, {name}, {tokens} tokens", "ours", where, got[:, tokens_of(rows, BLOCK)], want)
                 del got
-        run.say(f"flat: {len(contenders)} contenders")
-        timings, rates = run.race(contenders, repeats)
+        job.say(f"flat: {len(contenders)} contenders")
+        timings, rates = race(probes, contenders, repeats)
     rows = [_flat_row(name, layouts[name, tokens], timings[name, tokens], rates) for name, tokens in contenders]
-    return {"rows": rows}
+    return {"shape": SHAPE, "rows": rows}
 
 
 def _flat_row(name: str, layout: BlockLayout, ours: Timing, rates: Mapping[str, float]) -> dict[str, Any]:
@@ -484,37 +467,25 @@ def _flat_row(name: str, layout: BlockLayout, ours: Timing, rates: Mapping[str, 
     }
 
 
-SECTIONS = {"forward": forward, "training": training, "memory": memory, "flat": flat}
-
-
 # --- all of it -------------------------------------------------------------------------------------------------------
 
 
-def summarise(record: Mapping[str, Any]) -> dict[str, Any]:
+def summary(record: Record) -> Record:
     """The worst case of every claim beside its target. Tiny sizes are not judged."""
     targets = {}
     for name, values in _claims(record).items():
         target, more_is_better = TARGETS[name]
         worst = min(values) if more_is_better else max(values)
         met = worst >= target if more_is_better else worst <= target
+        quick = any(section["provenance"]["quick"] for section in record.values())
         median = statistics.median(values)
-        targets[name] = {"worst": worst, "median": median, "target": target, "met": None if record["quick"] else met}
-    rows = [row for name in ("forward", "training") for row in record.get(name, {}).get("rows", [])]
-    rates = [row["matmul_gflops"] for row in rows]
-    return {
-        "environment": record["environment"],
-        "quick": record["quick"],
-        "skip_flex": record["skip_flex"],
-        "gate": {"checks": len(record["gate"]), "worst": max((c["error"] for c in record["gate"]), default=None)},
-        "matmul_gflops": statistics.median(rates) if rates else None,
-        "seconds": record["seconds"],
-        "targets": targets,
-    }
+        targets[name] = {"worst": worst, "median": median, "target": target, "met": None if quick else met}
+    return {"targets": targets}
 
 
-def _claims(record: Mapping[str, Any]) -> dict[str, list[float]]:
+def _claims(record: Record) -> dict[str, list[float]]:
     """The figures of every claim that was measured, by the names of TARGETS."""
-    rows = {name: record.get(name, {}).get("rows", []) for name in SECTIONS}
+    rows = {name: record.get(name, {}).get("rows", []) for name in ("forward", "training", "memory", "flat")}
     claims = {
         "flex_ratio": [row["flex_ratio"] for row in rows["forward"] if row["flex_ratio"] is not None],
         "full_density_ratio": [row["dense_ratio"] for row in rows["forward"] if row["density"] == 1.0],
@@ -528,56 +499,20 @@ def _claims(record: Mapping[str, Any]) -> dict[str, list[float]]:
     return {name: values for name, values in claims.items() if values}
 
 
-def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that it works")
-    parser.add_argument("--only", choices=list(SECTIONS), help="one section")
-    parser.add_argument("--skip-flex", action="store_true", help="leave out FlexAttention (it needs a C++ compiler)")
-    parser.add_argument("--out", type=Path, help="where the JSON goes; the plot goes beside it")
-    args = parser.parse_args(argv)
-    if args.out is None:
-        # Only a full run may replace the full record.
-        parts = ["cpu", *(["quick"] if args.quick else []), *([args.only] if args.only else [])]
-        args.out = HERE / "results" / ("-".join(parts) + ".json")
-    return args
-
-
-def measure(args: argparse.Namespace) -> dict[str, Any]:
-    plan = QUICK if args.quick else PLAN
-    run = Run(plan, flex=not args.skip_flex, probes=Probes(plan.matmul_side))
-    record: dict[str, Any] = {
-        "environment": environment(),
-        "quick": args.quick,
-        "skip_flex": args.skip_flex,
-        "matmul_side": plan.matmul_side,
-        "shape": {"dtype": "float32", "batch": 1, "heads": HEADS, "head_dim": HEAD_DIM, "block": BLOCK},
-    }
-    if (record["environment"]["load_before"] or 0.0) > 0.5:
-        run.say(f"this machine is busy, load {record['environment']['load_before']}: the times will not mean much")
-    for name in (args.only,) if args.only else SECTIONS:
-        record[name] = SECTIONS[name](run)
-    record["gate"] = run.gate.checks
-    record["seconds"] = perf_counter() - run.started
-    return record
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    args = arguments(argv)
-    # An empty cache: otherwise the compile time is that of finding an earlier run's kernel.
-    with tempfile.TemporaryDirectory() as cache, patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=cache):
-        try:
-            record = measure(args)
-        except GateError as error:
-            print(f"error: {error}", file=sys.stderr)
-            return 1
-    record["summary"] = summarise(record)
-    write_json(args.out, record)
-    plot = draw(record, args.out.with_suffix(".png"))
-    print(as_text(record))
-    print(f"Written: {args.out}", f"and {plot.name}" if plot else "(a plot needs matplotlib, and forward or flat)")
-    print(json.dumps(record["summary"]))
-    return 0
+BENCHMARK = Benchmark(
+    name="cpu",
+    about=__doc__,
+    sections={"forward": forward, "training": training, "memory": memory, "flat": flat},
+    untimed=("memory",),
+    options=lambda parser: parser.add_argument(
+        "--skip-flex", action="store_true", help="leave out FlexAttention (it needs a C++ compiler)"
+    ),
+    summary=summary,
+    draw=plots.cpu,
+)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    # An empty cache: otherwise the compile time is that of finding an earlier run's kernel.
+    with tempfile.TemporaryDirectory() as cache, patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=cache):
+        raise SystemExit(run(BENCHMARK))

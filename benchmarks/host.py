@@ -1,19 +1,16 @@
 """What a call costs the host before the GPU is asked for anything: our Python, with kernels that do nothing.
 
-    PYTHONPATH=src TRITON_INTERPRET=0 python benchmarks/host.py         # no GPU needed; seconds
+    python benchmarks/host.py         # no GPU needed; seconds. Without TRITON_INTERPRET in the environment
 
 The device is taken for an H200 and every launch for done, so that what is left is checks, the choice of a backend, the
 way through PyTorch, and the arguments of the launch; Triton's own launcher comes on top (`benchmarks/gpu.py`, section
 calls, has the whole on a GPU). Each number is the 5th percentile of many calls, in microseconds. "operator" is the same
-call while a dispatch mode looks on, which takes the way of `torch.library`; plain calls go past it. Writes --out
-(benchmarks/results/host.json).
+call while a dispatch mode looks on, which takes the way of `torch.library`; plain calls go past it.
 """
 
 from __future__ import annotations
 
-import argparse
 from contextlib import ExitStack
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 from unittest.mock import patch
@@ -21,10 +18,10 @@ from unittest.mock import patch
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cases import HERE, environment, write_json
 from dilated_attention_pytorch import BlockLayout, SlidingWindow, block_sparse_attention
 from dilated_attention_pytorch.backends import triton as backend
 from dilated_attention_pytorch.kernels import hopper_backward, hopper_forward, launch
+from harness import Benchmark, Job, Record, run
 
 
 class Nothing:
@@ -58,7 +55,7 @@ def microseconds(run: Any, calls: int) -> float:
     return sorted(times)[calls // 20] * 1e6
 
 
-def measure(calls: int) -> dict[str, float]:
+def measure(job: Job, count: int) -> dict[str, float]:
     q, k, v = (torch.randn(1, 2048, 16, 128, dtype=torch.bfloat16) for _ in range(3))
     pattern = SlidingWindow(256, 0)
     layout = BlockLayout.from_pattern(pattern, 2048, block_size=128)
@@ -79,26 +76,23 @@ def measure(calls: int) -> dict[str, float]:
     Nothing.launches = 0
     forward()
     backward()
-    if Nothing.launches != 4:  # forward; rows, dk and dv, dq
-        raise SystemExit(f"a forward and a backward should launch 4 kernels, got {Nothing.launches}")
+    # forward; rows, dk and dv, dq
+    job.gate.accept("forward and backward", "launches", "4 kernels", abs(Nothing.launches - 4), 0)
     found = {}
     for way, mode in (("", None), (", operator", LookingOn())):
         with ExitStack() as stack:
             if mode is not None:
                 stack.enter_context(mode)
             with torch.no_grad():
-                found[f"forward, pattern{way}"] = microseconds(lambda: forward(pattern), calls)
-                found[f"forward, layout{way}"] = microseconds(forward, calls)
-            found[f"forward in training{way}"] = microseconds(training, calls)
-            found[f"backward{way}"] = microseconds(backward, calls)
+                found[f"forward, pattern{way}"] = microseconds(lambda: forward(pattern), count)
+                found[f"forward, layout{way}"] = microseconds(forward, count)
+            found[f"forward in training{way}"] = microseconds(training, count)
+            found[f"backward{way}"] = microseconds(backward, count)
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--calls", type=int, default=1000)
-    parser.add_argument("--out", type=Path, default=HERE / "results" / "host.json")
-    args = parser.parse_args()
+def calls(job: Job) -> Record:
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)
     kernels = ("forward_kernel", "rows_kernel", "dq_kernel", "dkv_kernel")
     stubs = [(launch, name) for name in kernels] + [
@@ -106,24 +100,18 @@ def main() -> None:
         (hopper_backward, "backward_kernel"),
     ]
     with ExitStack() as stack:
+        stack.callback(torch.set_num_threads, threads)
         for module, name in stubs:
             stack.enter_context(patch.object(module, name, Nothing(getattr(module, name))))
         stack.enter_context(patch.object(launch, "_capability", lambda device: (9, 0)))
         stack.enter_context(patch.object(launch, "num_processors", lambda device: 132))
         stack.enter_context(patch.object(backend, "can_run", lambda request: (True, "")))
         launch._device.cache_clear()
-        found = measure(args.calls)
-    for name, value in found.items():
-        print(f"{name:32} {value:7.0f} µs")
-    write_json(
-        args.out,
-        {
-            "environment": environment(),
-            "command": "TRITON_INTERPRET=0 python benchmarks/host.py",
-            "microseconds": found,
-        },
-    )
+        return {"microseconds": measure(job, 20 if job.quick else 1000)}
+
+
+BENCHMARK = Benchmark(name="host", about=__doc__, sections={"calls": calls})
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(run(BENCHMARK))

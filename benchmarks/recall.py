@@ -1,36 +1,25 @@
 """It learns: associative recall by LongNet, a sliding window of equal cost, and dense attention, on a CPU.
 
-    python benchmarks/recall.py [--steps 600] [--seq 256] [--segment 16] [--out benchmarks/results/recall.json]
+    python benchmarks/recall.py --steps 450     # options: harness.py
 
-Writes the record and, with the default --out, the curves to docs/images/recall.png (else beside the record). What is
-learned and why only the dilated branches can is in `dilated_attention_pytorch/cli/recall.py`. Minutes on one thread.
+What is learned and why only the dilated branches can is in `dilated_attention_pytorch/cli/recall.py`. Minutes on one
+thread. The picture has the curves.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 from pathlib import Path
 from time import perf_counter
 
-from cases import HERE, environment
-from dilated_attention_pytorch.cli import recall
-
-OUT = HERE / "results" / "recall.json"
+from dilated_attention_pytorch.cli.recall import KINDS, Study, plot
+from harness import Benchmark, Job, Record, run
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=600, help="most steps of a model")
-    parser.add_argument("--seq", type=int, default=256)
-    parser.add_argument("--segment", type=int, default=16)
-    parser.add_argument("--out", type=Path, default=OUT)
-    given = parser.parse_args()
-    study = recall.Study(seq=given.seq, segment=given.segment)
-    record = {
-        "command": " ".join(["python", "benchmarks/recall.py", *sys.argv[1:]]),
-        "environment": environment(),
+def recall(job: Job) -> Record:
+    seq, segment, steps = (64, 4, 2) if job.quick else (job.args.seq, job.args.segment, job.args.steps)
+    study = Study(seq=seq, segment=segment)
+    found: Record = {
         "study": {name: getattr(study, name) for name in study.__dataclass_fields__},
         "segment_lengths": list(study.branches.segment_lengths),
         "dilation_rates": list(study.branches.dilation_rates),
@@ -39,22 +28,35 @@ def main() -> None:
         "distance": study.distance,
         "models": {},
     }
-    curves = {}
-    for kind in recall.KINDS:
+    for kind in KINDS:
         model, began = study.model(kind), perf_counter()
-        curves[kind] = study.learn(model, given.steps)
-        record["models"][kind] = {
-            "steps": len(curves[kind]),
+        curve = study.learn(model, steps)
+        found["models"][kind] = {
+            "steps": len(curve),
             "seconds": round(perf_counter() - began, 1),
             "right": study.test(model),
-            "curve": [round(share, 4) for share in curves[kind]],
+            "curve": [round(share, 4) for share in curve],
         }
-        print(f"{kind}: {len(curves[kind])} steps, {record['models'][kind]['right']:.3f} right", flush=True)
-    given.out.parent.mkdir(parents=True, exist_ok=True)
-    given.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    images = HERE.parent / "docs" / "images"
-    recall.plot(study, curves, images / "recall.png" if given.out == OUT else given.out.with_suffix(".png"))
+        job.say(f"{kind}: {len(curve)} steps, {found['models'][kind]['right']:.3f} right")
+    return found
+
+
+def draw(record: Record, path: Path) -> Path:
+    found = record["recall"]
+    plot(Study(**found["study"]), {kind: each["curve"] for kind, each in found["models"].items()}, path)
+    return path
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--steps", type=int, default=600, help="most steps of a model")
+    parser.add_argument("--seq", type=int, default=256)
+    parser.add_argument("--segment", type=int, default=16)
+
+
+BENCHMARK = Benchmark(
+    name="recall", about=__doc__, sections={"recall": recall}, untimed=("recall",), options=options, draw=draw
+)
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(run(BENCHMARK))

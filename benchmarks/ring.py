@@ -1,34 +1,26 @@
 """The ring benchmark: what rings of 1 to 8 processes send and hold, and what the cost model says beyond them.
 
-    python benchmarks/ring.py             # all of it, minutes; more processes than cores are fine, nothing is timed
-    python benchmarks/ring.py --quick     # tiny sizes, to see that it works
-    python benchmarks/ring.py --model     # the cost model alone, into the record that is there
+    python benchmarks/ring.py             # all of it, minutes; more processes than cores are fine, nothing is timed.
+                                          # options: harness.py
 
 rings    For each pattern and number of ranks, forward and backward over gloo on one machine, float32, 8 heads × 64:
          bytes that the ranks sent, beside the least that the pattern allows (a count from the block mask of the whole)
          and what passing everything around the ring, or gathering everything, would send; peak memory of a rank above
-         its own shards of q, k and v. A ring whose result differs from one process ends the run.
+         its own shards of q, k and v. A ring's result is compared with one process.
 balance  Work of the slowest rank ÷ mean, in active blocks, of causal layouts by placement.
 model    Seconds of one layer for 2 to 1,024 devices, 1M to 1B tokens, by `ring_cost`; the rates are assumptions, and
          stand in the record.
-
-Writes benchmarks/results/ring.json and docs/images/ring.png (with --quick or --out: the plot beside the record) and
-prints the table of docs/ring.md. The last line on stdout is the summary.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from cases import HERE, environment
+import plots
 from dilated_attention_pytorch import (
     BlockLayout,
     Causal,
@@ -49,6 +41,7 @@ from dilated_attention_pytorch.distributed import ring_cost
 from dilated_attention_pytorch.distributed.shard import row_work
 from dilated_attention_pytorch.memory import can_measure, measure_peak
 from dilated_attention_pytorch.patterns import Branches, Pattern
+from harness import Benchmark, GateError, Job, Record, run
 
 HEADS, HEAD_DIM, BLOCK = 8, 64, 128
 SIZES = (1, 2, 4, 8)
@@ -74,37 +67,17 @@ MODELLED = ((2**20, (2, 8, 32)), (2**24, (32, 128, 512)), (119 * 2**23, (1024,))
 WINDOW = SlidingWindow(4096, 0)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="tiny sizes")
-    parser.add_argument("--model", action="store_true", help="the model alone")
-    parser.add_argument("--out", type=Path, default=None)
-    args = parser.parse_args()
-    out = args.out or HERE / "results" / ("ring-quick.json" if args.quick else "ring.json")
-    record: dict[str, Any] = json.loads(out.read_text()) if args.model and out.exists() else {}
-    record["model"] = model(args.quick)
-    if not args.model:
-        record |= {"environment": environment(), "rings": rings(args.quick), "balance": balance()}
-    record["summary"] = summary(record)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(record, indent=1) + "\n")
-    beside = args.quick or args.out is not None
-    plot(record, out.with_suffix(".png") if beside else HERE.parent / "docs" / "images" / "ring.png")
-    print("\n".join(table(record)))
-    print(json.dumps(record["summary"]))
-
-
-def rings(quick: bool) -> list[dict[str, Any]]:
+def rings(job: Job) -> Record:
     rows = []
     for name, what in PATTERNS.items():
-        tokens = TOKENS[name] // 16 if quick else TOKENS[name]
-        for size in SIZES[:2] if quick else SIZES:
-            print(f"{name}, {tokens} tokens, {size} ranks", file=sys.stderr)
-            rows.append(one_ring(name, what, tokens, size))
-    return rows
+        tokens = TOKENS[name] // 16 if job.quick else TOKENS[name]
+        for size in SIZES[:2] if job.quick else SIZES:
+            job.say(f"{name}, {tokens} tokens, {size} ranks")
+            rows.append(one_ring(job, name, what, tokens, size))
+    return {"rows": rows}
 
 
-def one_ring(name: str, what: Pattern | Branches, tokens: int, size: int) -> dict[str, Any]:
+def one_ring(job: Job, name: str, what: Pattern | Branches, tokens: int, size: int) -> dict[str, Any]:
     context = mp.get_context("forkserver")
     queue: Any = context.SimpleQueue()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -117,7 +90,9 @@ def one_ring(name: str, what: Pattern | Branches, tokens: int, size: int) -> dic
         process.join()
     failed = [result["error"] for result in results if "error" in result]
     if failed:
-        sys.exit(f"error: {name} on {size} ranks: {failed[0]}")
+        raise GateError(f"{name} on {size} ranks: {failed[0]}")
+    difference = max(result["difference"] for result in results)
+    job.gate.accept(f"{name}, {tokens} tokens", f"{size} ranks", "one process", difference, 1e-4)
     a_key = 2 * HEAD_DIM * 4
     everything = (size - 1) * tokens * HEADS * a_key
     sent = sum(result["forward_bytes"] for result in results)
@@ -132,7 +107,7 @@ def one_ring(name: str, what: Pattern | Branches, tokens: int, size: int) -> dic
         "times_less": everything / sent if sent else None,
         "backward_sent_bytes": sum(result["backward_bytes"] for result in results),
         "peak_bytes_of_a_rank": max(result["peak_bytes"] or 0 for result in results) or None,
-        "largest_difference": max(result["difference"] for result in results),
+        "largest_difference": difference,
     }
 
 
@@ -218,8 +193,6 @@ def measure(rank: int, size: int, what: Pattern | Branches, tokens: int) -> dict
         else:
             alone = block_sparse_attention(q, k, v, what)
         difference = float((out - alone).abs().max())
-        if difference > 1e-4:
-            raise RuntimeError(f"the result differs from one process by {difference}")
         del q, k, v, alone
     del out, result
     peak_bytes = None
@@ -239,7 +212,7 @@ def measure(rank: int, size: int, what: Pattern | Branches, tokens: int) -> dict
     }
 
 
-def balance() -> list[dict[str, Any]]:
+def balance(job: Job) -> Record:
     tokens = 2**16
     rows = []
     for name, pattern in BALANCED.items():
@@ -254,103 +227,39 @@ def balance() -> list[dict[str, Any]]:
                 load = placement.load(work)
                 slowest = float(load.max() / load.mean())
                 rows.append({"pattern": name, "ranks": size, "placement": kind, "slowest_to_mean": slowest})
-    return rows
+    return {"rows": rows}
 
 
-def model(quick: bool) -> dict[str, Any]:
+def model(job: Job) -> Record:
     """Causal, one layer, 8 heads × 128, half precision; of the last rank, which has the most to do."""
     shape: dict[str, Any] = {"heads": 8, "head_dim": 128, "is_causal": True, "num_ranks": 1}
     branches = Branches((2048, 16384, 131072), (1, 8, 64))
     rows = []
-    for seq, sizes in MODELLED[:1] if quick else MODELLED:
+    for seq, sizes in MODELLED[:1] if job.quick else MODELLED:
         for size in sizes:
-            print(f"model: {seq} tokens, {size} devices", file=sys.stderr)
+            job.say(f"model: {seq} tokens, {size} devices")
             for name, what in (("window of 4,096", WINDOW), ("LongNet", branches)):
                 cost = ring_cost(what, seq, size, **RATES, **shape)
                 rows.append({"pattern": name, **vars(cost)})
-    return {"rates": RATES, "layers": rows}
+    return {"rates": RATES, "rows": rows}
 
 
-def summary(record: dict[str, Any]) -> dict[str, Any]:
-    rows, most = record.get("rings", []), {}
-    for row in rows:  # in ascending order of ranks: the largest ring stays
-        most[row["pattern"]] = row
-    balanced = [row["slowest_to_mean"] for row in record.get("balance", []) if row["placement"] == "balanced"]
+def summary(record: Record) -> Record:
+    rows = record.get("rings", {}).get("rows", [])
+    balanced = [row for row in record.get("balance", {}).get("rows", []) if row["placement"] == "balanced"]
     return {
         "exact_bytes": all(row["sent_bytes"] == row["least_bytes"] for row in rows),
-        "times_less": {name: row["times_less"] for name, row in most.items()},
-        "balanced_slowest_to_mean": max(balanced, default=None),
-        "modelled_layers": len(record["model"]["layers"]),
+        # In ascending order of ranks: the largest ring stays.
+        "times_less": {row["pattern"]: row["times_less"] for row in rows},
+        "balanced_slowest_to_mean": max((row["slowest_to_mean"] for row in balanced), default=None),
     }
 
 
-def table(record: dict[str, Any]) -> list[str]:
-    """The rings as docs/ring.md has them."""
-    rows = [
-        "| pattern | tokens | ranks | sent, MB | full ring or all-gather, MB | times less | peak of a rank, MB |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for row in record.get("rings", []):
-        less = f"{row['times_less']:.1f}" if row["times_less"] else ""
-        peak = f"{row['peak_bytes_of_a_rank'] / 1e6:.0f}" if row["peak_bytes_of_a_rank"] else ""
-        sent, everything = f"{row['sent_bytes'] / 1e6:,.1f}", f"{row['full_ring_bytes'] / 1e6:,.0f}"
-        rows.append(
-            f"| {row['pattern']} | {row['tokens']:,} | {row['ranks']} | {sent} | {everything} | {less} | {peak} |"
-        )
-    return rows
-
-
-def plot(record: dict[str, Any], path: Path) -> None:
-    try:
-        import matplotlib
-    except ModuleNotFoundError:
-        print("no plot: matplotlib is not installed", file=sys.stderr)
-        return
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(15, 3.8))
-    rings = record.get("rings", [])
-    for name in dict.fromkeys(row["pattern"] for row in rings):
-        mine = [row for row in rings if row["pattern"] == name]
-        several = [row for row in mine if row["ranks"] > 1]
-        share = [100 * row["sent_bytes"] / row["full_ring_bytes"] for row in several]
-        label = f"{name}, {mine[0]['tokens']:,} tokens"
-        left.plot([row["ranks"] for row in several], share, marker="o", label=label)
-        if all(row["peak_bytes_of_a_rank"] for row in mine):
-            peaks = [row["peak_bytes_of_a_rank"] / 1e6 for row in mine]
-            middle.loglog([row["ranks"] for row in mine], peaks, marker="o", label=label)
-    left.axhline(100, color="black", linestyle=":", label="full ring, all-gather")
-    left.set(xlabel="ranks", ylabel="% of a full ring's bytes", title="sent, measured", ylim=(0, 105))
-    middle.set(xlabel="ranks", ylabel="MB above a rank's q, k, v", title="peak memory of a rank, measured")
-    sizes = sorted({row["ranks"] for row in rings})
-    for axes in (left, middle):
-        axes.set_xticks(sizes, [str(size) for size in sizes])
-        axes.minorticks_off()
-    if rings:
-        left.legend(fontsize=7, loc="center right", bbox_to_anchor=(1, 0.72))
-        low, high = middle.get_ylim()
-        middle.plot(sizes, [high / 1.2 / size for size in sizes], color="black", linestyle=":")
-        middle.annotate("∝ 1 / ranks", (2.6, high / 1.2 / 2.6), ha="right", va="top", fontsize=7)
-        middle.set_ylim(low, high)
-        middle.set_yticks([mb for mb in (10, 20, 50, 100, 200, 400, 800) if low < mb < high])
-    layers = record["model"]["layers"]
-    for name in dict.fromkeys(row["pattern"] for row in layers):
-        for seq in dict.fromkeys(row["seq"] for row in layers):
-            mine = [row for row in layers if row["pattern"] == name and row["seq"] == seq]
-            times = [1e3 * row["forward_seconds"] for row in mine]
-            label = f"{name}, {seq / 2**20:,.0f}M tokens"
-            right.loglog([row["world_size"] for row in mine], times, marker="o", label=label)
-    right.set(xlabel="devices", ylabel="ms, forward of a layer", title="cost model, not measured")
-    devices = sorted({row["world_size"] for row in layers})
-    right.set_xticks(devices, [str(size) for size in devices])
-    right.xaxis.minorticks_off()
-    right.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
-    for axes in (middle, right):
-        axes.yaxis.set_major_formatter("{x:g}")
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+SECTIONS = {"rings": rings, "balance": balance, "model": model}
+BENCHMARK = Benchmark(
+    name="ring", about=__doc__, sections=SECTIONS, untimed=list(SECTIONS), summary=summary, draw=plots.ring
+)
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(run(BENCHMARK))

@@ -24,6 +24,7 @@ import torch
 import dilated_attention_pytorch
 
 THREADING = ("OMP_", "GOMP_", "KMP_", "MKL_")
+ALLOCATING = ("MALLOC_", "THP_MEM_ALLOC_", "PYTORCH_ALLOC_")
 
 
 def environment(device: str = "cpu") -> dict[str, Any]:
@@ -37,7 +38,8 @@ def environment(device: str = "cpu") -> dict[str, Any]:
         "system": f"{platform.system()} {platform.machine()}",
         "cpu": cpu_model(),
         "threads": torch.get_num_threads(),
-        "thread_settings": {name: os.environ[name] for name in sorted(os.environ) if name.startswith(THREADING)},
+        "thread_settings": _settings(THREADING),
+        "malloc_settings": _settings(ALLOCATING),
         # Threads that wait for a thread without a core make small operators many times slower.
         "load_before": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
         **_gpu(device),
@@ -49,6 +51,10 @@ def _version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
+
+
+def _settings(prefixes: tuple[str, ...]) -> dict[str, str]:
+    return {name: os.environ[name] for name in sorted(os.environ) if name.startswith(prefixes)}
 
 
 def _gpu(device: str) -> dict[str, Any]:
