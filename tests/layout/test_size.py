@@ -12,7 +12,7 @@ def test_bytes_of_lists_are_those_of_the_tensors(pattern):
     size = ListSize.of(layout)
     tensors, _ = layout.flatten(by_key=True)
     by_query, (rules, spans, _, work), by_key = tensors[:4], tensors[4:8], tensors[8:]
-    assert size.by(size.rows, ordered=True) == sum(x.nbytes for x in (*by_query, work))
-    assert size.by(size.columns, ordered=True) == sum(x.nbytes for x in by_key)
+    assert size.by(size.rows, work_order=True) == sum(x.nbytes for x in (*by_query, work))
+    assert size.by(size.columns, work_order=True) == sum(x.nbytes for x in by_key)
     assert size.documents * 8 == spans.nbytes
     assert rules.nbytes <= size.rules < 4096 + spans.nbytes

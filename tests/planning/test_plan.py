@@ -154,10 +154,10 @@ def test_the_planner_takes_the_backend_that_a_call_would(monkeypatch, dtype, hea
     monkeypatch.setattr(triton, "_major", lambda index: device.capability[0])
     for pattern, kind in ((Full(), "full"), (Causal(), "causal"), (SlidingWindow(9, 9), None)):
         plan = plan_memory(pattern, 512, 1, dtype, heads=4, heads_kv=heads_kv, head_dim=head_dim, device=device)
+        device_there = torch.device(device.type, 0)
         request = Request(
-            device=torch.device(device.type, 0), dtype=dtype, kind=kind, square=True, grouped=heads_kv != 4,
-            head_dim=head_dim, dropout=False, masked=False, return_lse=False,
-        )  # fmt: skip
+            device=device_there, dtype=dtype, kind=kind, square=True, grouped=heads_kv != 4, head_dim=head_dim
+        )
         assert plan.backend == choose("auto", request).name
 
 

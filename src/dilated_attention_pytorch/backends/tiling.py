@@ -107,12 +107,12 @@ class Cut:
         return max(1, min(heads, self.num_shares(threads)))
 
     def num_ranges(self, shared_by: int = 1) -> int:
-        """Ranges of the query blocks of a class; where key heads come one after the other, enough for all shares."""
+        """Ranges of the query blocks of a residue; where key heads come one after the other, enough for all shares."""
         elements, in_parts = RANGE_DIRECT, 1
         if self.copied:
             elements, in_parts = RANGE_COPIED, 2 * shared_by if shared_by > 1 else 1
-        row = self.stacked * self.grid.block_q * self.head_dim
-        num, in_parts = (ceil_div(x, self.grid.num_residues) for x in (self.grid.num_q_blocks, in_parts))
+        row, residues = self.stacked * self.grid.block_q * self.head_dim, self.grid.num_residues
+        num, in_parts = ceil_div(self.grid.num_q_blocks, residues), ceil_div(in_parts, residues)
         parts = ceil_div(num, max(1, int(self.enlarge * elements) // row))
         return min(num, ceil_div(parts, in_parts) * in_parts)
 
@@ -136,7 +136,7 @@ class Tiling(Cut):
         self.edges = lists.offsets.cpu().long(), lists.splits.cpu().long()
 
     def ranges(self, shared_by: int = 1) -> list[range]:
-        """Runs of query blocks, each of one class."""
+        """Runs of query blocks, each of one residue."""
         num_residues = self.layout.num_residues
         num, parts = self.layout.num_q_blocks // num_residues, self.num_ranges(shared_by)
         cuts = [

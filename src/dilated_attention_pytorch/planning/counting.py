@@ -29,7 +29,7 @@ def lists_of_branches(branches: Branches, seq_len: int, heads: int, is_causal: b
     num_lists = heads if len({branches.of_head(head, heads) for head in range(heads)}) > 1 else 1
     per_row, widest = 0.0, 0
     for segment, dilation in zip(branches.segment_lengths, branches.dilation_rates, strict=True):
-        shared = gcd(dilation, num_residues)  # one in so many num_residues is kept, of queries and of keys
+        shared = gcd(dilation, num_residues)  # one in so many residues is kept, of queries and of keys
         across = segment < seq_len and segment % (block * num_residues) > 0  # blocks lie across the ends of segments
         rows = ceil_div(min(segment, seq_len), block * num_residues) + across
         per_row += (((rows + 1) / 2) if is_causal else rows) * num_residues / shared**2
