@@ -88,6 +88,11 @@ def workspace(request: SizeRequest) -> Workspace:
     return Workspace(0, 2 * 4 * shape.batch * shape.heads * lists.num_q_blocks * lists.block_q)
 
 
+def kernels_of(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, options: CallOptions) -> dict[str, str]:
+    """Which kernels run forward and backward, and why."""
+    return _launch().kernels_of(q, k, v, layout, options)
+
+
 def decode(q: Tensor, cache: Cache, rows: CacheRows, options: CallOptions) -> tuple[Tensor, Tensor]:
     """As `backends.decoding.decode`."""
     from ..kernels import decode  # loads triton

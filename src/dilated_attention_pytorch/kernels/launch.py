@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
@@ -44,6 +44,8 @@ else:
 
 
 Grads = tuple[Tensor, Tensor, Tensor]
+# To hash every pair takes longer than all products of small heads, and the plain kernel has more warps for it.
+SMALL_HEAD = 64
 # lse and delta of every row, in units of the kernels and up to whole blocks: both together, then each.
 Rows = tuple[Tensor, Tensor, Tensor]
 
@@ -186,8 +188,7 @@ class Call:
     def forward(self) -> tuple[Tensor, Tensor]:
         q, k, v = self.q, self.k, self.v
         out, lse = _results(q)
-        # To hash every pair takes longer than all products of small heads, and the plain kernel has more warps for it.
-        hashes = self.flags["DROPOUT"] and self.head_dim <= 64
+        hashes = self.flags["DROPOUT"] and self.head_dim <= SMALL_HEAD
         if not hashes and self._on_hopper(self.layout.block_q, self.layout.block_k, q, k, v, out):
             self._hopper_forward(out, lse)
             return out, lse
@@ -270,12 +271,7 @@ class Call:
         )  # fmt: skip
 
     def _on_hopper(self, own_block: int, block: int, *tensors: Tensor) -> bool:
-        """Whether the warp-specialised kernels can take the call."""
-        fits = self.head_dim in HOPPER_FORWARD and own_block % 128 == 0 and block % 64 == 0
-        # The copy engine reaches the tokens of a residue class where all classes are equally long.
-        num_residues = self.layout.num_residues
-        fits = fits and self.layout.seq_q % num_residues == 0 and self.layout.seq_k % num_residues == 0
-        return self.hopper and fits and all(map(_tma_compatible, tensors))
+        return not _plain_reason(self.hopper, self.head_dim, self.layout, own_block, block, tensors)
 
     def _hopper_forward(self, out: Tensor, lse: Tensor) -> None:
         layout = self.layout
@@ -353,6 +349,42 @@ class Call:
         if not tma:
             return False, list(tensors)
         return True, [_tma_descriptor(x, tile) for x in tensors]
+
+
+def kernels_of(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, options: CallOptions) -> dict[str, str]:
+    """Which kernels a call and its gradient run on, and why. Asks what a launch asks, and launches nothing."""
+    _, hopper, _ = _device(q.device, padded_dim(q.shape[3]), q.dtype.itemsize)
+
+    def plain_reason(own_block: int, block: int) -> str | None:
+        return _plain_reason(hopper, q.shape[3], layout, own_block, block, (q, k, v))
+
+    reasons = {"forward": plain_reason(layout.block_q, layout.block_k)}
+    reasons["backward, dk and dv"] = plain_reason(layout.block_k, layout.block_q)
+    reasons["backward, dq"] = reasons["forward"]
+    if options.dropout_p > 0 and q.shape[3] <= SMALL_HEAD:
+        reasons["forward"] = reasons["forward"] or "it is faster for dropout with small heads"
+    return {
+        part: f"plain Triton: {reason}" if reason else "warp-specialised, for Hopper"
+        for part, reason in reasons.items()
+    }
+
+
+def _plain_reason(
+    hopper: bool, head_dim: int, layout: BlockLayout, own_block: int, block: int, tensors: Iterable[Tensor]
+) -> str | None:
+    """Why a plain kernel runs instead of a warp-specialised one that owns blocks of one size and walks the other."""
+    if not hopper:
+        return "the others are for 16-bit tensors on a GPU of compute capability 9.0"
+    if head_dim not in HOPPER_FORWARD:
+        return f"the others are for heads of {' or '.join(map(str, HOPPER_FORWARD))}"
+    if own_block % 128 or block % 64:
+        return "the others own blocks of 128 and walk blocks of 64"
+    # The copy engine reaches the tokens of a residue class where all classes are equally long.
+    if layout.seq_q % layout.num_residues or layout.seq_k % layout.num_residues:
+        return "the dilation rates do not divide the sequence"
+    if not all(map(_tma_compatible, tensors)):
+        return "the copy engine cannot read these strides or addresses"
+    return None
 
 
 def _results(q: Tensor) -> tuple[Tensor, Tensor]:

@@ -2,9 +2,10 @@
 
 from .block_sparse import attention_with_weights, block_sparse_attention
 from .budget import split_budget
-from .choose import Explanation, explain
 from .decode import decode_attention
 from .dilated import dilated_attention
+from .explain import Explanation, explain
+from .fast_path import set_fast_path
 from .fidelity import kept_mass
 from .merge import merge_attention
 from .scores import Antidiagonal, MeanPooled, MinMaxBound, Moments, SampledRows
@@ -32,5 +33,6 @@ __all__ = [
     "kept_mass",
     "merge_attention",
     "select_blocks",
+    "set_fast_path",
     "split_budget",
 ]

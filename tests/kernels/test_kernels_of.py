@@ -1,0 +1,59 @@
+"""`explain` names the kernels that are launched."""
+
+from unittest.mock import patch
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="needs triton, which there is for Linux alone")
+if torch.cuda.is_available():
+    pytest.skip("needs a machine without a CUDA device: it is taken for several", allow_module_level=True)
+
+from dilated_attention_pytorch.kernels import hopper_backward, hopper_forward, launch
+from tests.kernels.compiling import CALLS, HOPPER_CALLS, launches_of, recorded
+
+ALL_CALLS = CALLS | HOPPER_CALLS
+
+
+def launched(launches):
+    """For each part of a call whether a warp-specialised kernel was launched for it."""
+    found = {}
+    for kernel, _, constants in launches:
+        if kernel in (hopper_forward.forward_kernel, launch.forward_kernel):
+            found["forward"] = kernel is hopper_forward.forward_kernel
+        elif kernel is hopper_backward.backward_kernel:
+            found["backward, dk and dv" if constants["OF_KEYS"] else "backward, dq"] = True
+        elif kernel is launch.dkv_kernel:
+            found["backward, dk and dv"] = False
+        elif kernel is launch.dq_kernel:
+            found["backward, dq"] = False
+    return found
+
+
+@pytest.fixture(autouse=True)
+def not_interpreted(monkeypatch):
+    """These tests run in Triton's interpreter, which has no Gluon; nothing is launched here."""
+    monkeypatch.setattr(launch, "HAVE_GLUON", True)
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (12, 0)], ids=str)
+@pytest.mark.parametrize("name", ALL_CALLS)
+def test_the_named_kernels_are_those_that_are_launched(name, capability):
+    calls, init = [], launch.Call.__init__
+
+    def keep(self, *arguments):
+        calls.append(arguments)
+        init(self, *arguments)
+
+    with patch.object(launch.Call, "__init__", keep):
+        launches = launches_of(capability, **ALL_CALLS[name])
+    with recorded(capability):
+        named = launch.kernels_of(*calls[0])
+    assert {part: kernels.startswith("warp-specialised") for part, kernels in named.items()} == launched(launches)
+    assert all(kernels.startswith(("warp-specialised", "plain Triton: ")) for kernels in named.values())
+
+
+def test_both_kinds_are_met():
+    """Else the test above would show little."""
+    met = {launched(launches_of((9, 0), **call))["forward"] for call in ALL_CALLS.values()}
+    assert met == {True, False}
