@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 from ..backends.base import aligned_queries, compute_dtype
 from ..layout.checks import block_pair
 from ..ops import MeanPooled, block_masses
-from ..ops.checks import check_qkv
+from ..ops.checks import check_device_and_dtype, check_qkv
 from ..ops.scores import Blocked
 from ..patterns.base import check_int, shown
 from ..patterns.blocks import ceil_div
@@ -47,6 +47,7 @@ class BlockGate(nn.Module):
             check_int(name, value, least=1)
         if num_heads % num_kv_heads:
             raise ValueError(f"num_heads must be a multiple of num_kv_heads, got {num_heads} and {num_kv_heads}")
+        check_device_and_dtype(device, dtype)
         self.scorer = MeanPooled(queries, keys)
         self.row_weight = nn.Parameter(torch.zeros(num_heads, head_dim, head_dim, device=device, dtype=dtype))
         self.column_weight = nn.Parameter(torch.zeros(num_kv_heads, 3 * head_dim, head_dim, device=device, dtype=dtype))
