@@ -2,7 +2,7 @@
 """Bad arguments of layouts."""
 
 import dataclasses
-from functools import reduce
+from functools import partial, reduce
 from operator import and_, or_
 
 import torch
@@ -19,6 +19,20 @@ from dilated_attention_pytorch import (
 
 MASK = torch.ones(2, 2, dtype=torch.bool)
 LAYOUT = BlockLayout.from_block_mask(MASK, 16)
+
+ROWS_OF = BlockLayout.from_pattern(SlidingWindow(3, 0), 100, block_size=16)
+ROWS = {
+    "one twice": (torch.tensor([1, 1]), ValueError, r"be block numbers from 0 to 6 that ascend, got \[1, 1\]"),
+    "backwards": (torch.tensor([2, 1]), ValueError, r"be block numbers from 0 to 6 that ascend, got \[2, 1\]"),
+    "a negative one": (torch.tensor([-1, 3]), ValueError, r"be block numbers from 0 to 6 that ascend, got \[-1, 3\]"),
+    "one too many": (torch.arange(8), ValueError, r"be block numbers from 0 to 6 that ascend, got \[0, 1, .* 7\]"),
+    "none": (torch.tensor([], dtype=torch.int64), ValueError, r"have one dimension and not be empty, got shape \[0\]"),
+    "two dimensions": (torch.tensor([[1]]), ValueError, r"have one dimension .* got shape \[1, 1\]"),
+    "floats": (torch.tensor([1.0]), TypeError, "be int64, got torch.float32"),
+    "a mask": (torch.ones(7, dtype=torch.bool), TypeError, "be int64, got torch.bool"),
+    "elsewhere": (torch.arange(3, device="meta"), ValueError, "be on the layout's device, cpu, got meta"),
+    "a list": ([1, 2], TypeError, r"be a tensor, got \[1, 2\]"),
+}
 
 BAD = {
     "from no pattern": (lambda: BlockLayout.from_pattern("causal", 32, block_size=16), TypeError, "pattern must be a Pattern, got str"),
@@ -38,4 +52,17 @@ BAD = {
     "heads of no pattern": (lambda: BlockLayout.from_pattern(Full(), 16, block_size=16, num_heads=-3), ValueError, "num_heads must be at least 1, got -3"),
     "cost of nothing": (lambda: LAYOUT.cost(batch=0, heads=1, head_dim=8, itemsize=4), ValueError, "batch must be at least 1, got 0"),
     "an endless product": (lambda: BlockLayout.from_pattern(reduce(and_, [LocalBlocks(16 * i, block_size=16) | RandomBlocks(i + 1, block_size=16) for i in range(12)]), 64, block_size=16), ValueError, "a union of at most 64 parts once written out"),
+    # some rows of a layout
+    **{
+        f"rows: {what}": (partial(BlockLayout.from_pattern, SlidingWindow(3, 0), 100, block_size=16, query_blocks=rows), error, f"query_blocks must {message}")
+        for what, (rows, error, message) in ROWS.items()
+    },
+    **{
+        f"rows to take: {what}": (partial(ROWS_OF.take, rows), error, f"query_blocks must {message}")
+        for what, (rows, error, message) in ROWS.items()
+    },
+    **{
+        f"columns to take: {what}": (partial(ROWS_OF.take, torch.arange(7), rows), error, f"key_blocks must {message}")
+        for what, (rows, error, message) in ROWS.items()
+    },
 }  # fmt: skip

@@ -16,8 +16,10 @@ from dilated_attention_pytorch import (
     MultiheadDilatedAttention,
     SparsePatternConfig,
     SparsitySchedule,
+    TopK,
     create_block_sparse_attention,
 )
+from dilated_attention_pytorch.nn import BlockGate
 
 ADAPTIVE = BlockSparseAdaptive(0.2, block_size=16)
 X = torch.ones(1, 5, 8)
@@ -48,6 +50,11 @@ BAD = {
     "dilations first": (lambda: MultiheadDilatedAttention(64, 8, [1, 2, 4], [256, 512, 1024]), ValueError, "every dilation rate must be at most its segment length, got 256 in a segment of 1: .* Did you pass dilations first"),
     "unknown variant": (lambda: create_block_sparse_attention("dense"), ValueError, "variant must be one of .* got 'dense'"),
     "factory keyword": (lambda: create_block_sparse_attention("hierarchical", sparsity_ratio=0.1), TypeError, "unknown keyword 'sparsity_ratio' for variant 'hierarchical'; it takes"),
+    "kv heads of a gate": (lambda: BlockGate(4, 8, 3), ValueError, "num_heads must be a multiple of num_kv_heads, got 4 and 3"),
+    "other dropout": (lambda: BlockSparseAttention(Full(), attention_dropout=2.0), ValueError, r"attention_dropout must be in \[0, 1\), got 2.0"),
+    "three block sizes": (lambda: BlockSparseAdaptive(block_size=(64, 16, 16)), ValueError, r"block_size must be an int or a pair \(block_q, block_k\), got \(64, 16, 16\)"),
+    "selector a class": (lambda: BlockSparseAdaptive(selector=TopK), TypeError, r"selector must be SharedBudget\(share\), TopK\(share\) or another Selector, got <class .*TopK"),
+    "strength without a gate": (lambda: BlockSparseAdaptive(gate_strength=1.0), ValueError, "gate_strength needs a BlockGate as scorer, which can learn, got MeanPooled"),
     # schedules
     "no model": (lambda: SparsitySchedule(None, steps=3), TypeError, "model must be a torch.nn.Module, got None"),
     "model a class": (lambda: SparsitySchedule(BlockSparseAdaptive, steps=3), TypeError, "model must be a torch.nn.Module, got <class"),

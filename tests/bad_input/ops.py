@@ -8,12 +8,13 @@ import torch
 from dilated_attention_pytorch import (
     BlockLayout,
     Causal,
+    CumulativeMass,
     Documents,
     Full,
     PerHead,
+    RelativeThreshold,
     SparsePatternConfig,
     TopK,
-    block_masses,
     block_sparse_attention,
     decode_attention,
     dilated_attention,
@@ -22,6 +23,8 @@ from dilated_attention_pytorch import (
     merge_attention,
     select_blocks,
 )
+from dilated_attention_pytorch.nn import BlockGate
+from dilated_attention_pytorch.ops import Antidiagonal, block_masses
 
 
 def qkv(**changes):
@@ -117,5 +120,11 @@ BAD = {
     "ids of floats": (call(options={"document_ids": torch.zeros(2, 32)}), TypeError, "document_ids must be int32 or int64, got torch.float32"),
     "ids of another shape": (call(options={"document_ids": torch.zeros(32, dtype=torch.int64)}), ValueError, r"document_ids must have shape .* \[2, 32\], got \[32\]"),
     "ids with fewer keys": (call(options={"document_ids": torch.zeros(2, 32, dtype=torch.int64)}, q=torch.randn(2, 40, 4, 8)), ValueError, "document_ids needs seq_q <= seq_k .* got 40 > 32"),
+    # choosing blocks
+    "mass above one": (lambda: CumulativeMass(1.5), ValueError, r"mass must be the share of a row's attention, in \(0, 1\], got 1.5"),
+    "ratio above one": (lambda: RelativeThreshold(1.5), ValueError, r"ratio must be the share of a row's largest mass, in \(0, 1\], got 1.5"),
+    "share above one": (lambda: TopK(1.5), ValueError, r"share must be the share of blocks kept, in \(0, 1\], got 1.5"),
+    "stride of no divisor": (lambda: block_masses(*[torch.randn(1, 32, 2, 8)] * 2, scorer=Antidiagonal(5), block_size=16), ValueError, "the stride of a scorer must divide the block, 16 tokens, got 5"),
+    "a gate for other heads": (lambda: block_masses(*[torch.randn(1, 32, 2, 8)] * 2, scorer=BlockGate(4, 8), block_size=16), ValueError, r"q must have 4 heads of 8, as the gate was made for, got \[2, 8\]"),
     "scale beyond float32": (call(options={"scale": 1e300}), ValueError, "scale must be finite, got 1e\\+300"),
 }  # fmt: skip

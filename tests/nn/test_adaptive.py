@@ -128,19 +128,25 @@ def test_masks_reach_selection_and_attention():
     torch.testing.assert_close(out, dense.attend(q, k, v, allowed)[0], rtol=0, atol=1e-10)
 
 
-def soft_by_hand(q, k, v, gate, strength, allowed, patch, scale):
+def soft_by_hand(q, k, v, gate, strength, allowed, patch, scale, hidden=None, ids=None):
     """Scores plus strength times the gate's own, from running means and extremes written one token at a time."""
 
-    def features(x, summarise):
-        rows = []
-        for t in range(x.shape[1]):
-            rows.append(summarise(x[:, t - t % patch : t + 1]))
-        return torch.stack(rows, 1)
+    def of_token(x, sample, t, hidden, summarise):
+        counted = [s for s in range(t - t % patch, t + 1) if ids is None or ids[sample, s] == ids[sample, t]]
+        counted = [s for s in counted if hidden is None or not hidden[sample, s]]
+        return summarise(x[sample, counted]) if counted else torch.zeros_like(x[sample, t])
 
-    rows = features(q, lambda x: x.mean(1)) * scale
+    def features(x, summarise, hidden=hidden):
+        samples = [
+            torch.stack([of_token(x, sample, t, hidden, summarise) for t in range(x.shape[1])])
+            for sample in range(len(x))
+        ]
+        return torch.stack(samples)
+
+    rows = features(q, lambda x: x.mean(0), hidden=None) * scale
     rows = rows + torch.einsum("bthf,hfg->bthg", rows, gate.row_weight)
-    mean = features(k, lambda x: x.mean(1))
-    seen = torch.cat((mean, features(k, lambda x: x.amax(1)), features(k, lambda x: x.amin(1))), -1)
+    mean = features(k, lambda x: x.mean(0))
+    seen = torch.cat((mean, features(k, lambda x: x.amax(0)), features(k, lambda x: x.amin(0))), -1)
     columns = mean + torch.einsum("bthf,hfg->bthg", seen, gate.column_weight)
     group = q.shape[2] // k.shape[2]
     k, v, columns = (x.repeat_interleave(group, 2) for x in (k, v, columns))
@@ -158,6 +164,41 @@ def test_soft_gate_by_hand():
         allowed = module.layout(q, k, is_causal).to_dense()
         want = soft_by_hand(q, k, v, gate, 0.6, allowed, 4, 0.3)
         torch.testing.assert_close(module(q, k, v, is_causal), want, rtol=0, atol=1e-10)
+
+
+HIDDEN = torch.zeros(2, 70, dtype=torch.bool)
+HIDDEN[0, :6] = HIDDEN[1, [9, 30, 31, 69]] = True
+PACKED = torch.stack((torch.arange(70) // 23, torch.arange(70) % 5 // 2))
+
+
+@pytest.mark.parametrize("masks", [("hidden",), ("ids",), ("hidden", "ids")], ids="+".join)
+def test_soft_gate_with_masks_by_hand(masks):
+    """A key's column came from all of its patch so far: of hidden keys and of other documents too, so that their
+    contents moved the scores of those that are seen. Now what they hold changes no bit of the others' results."""
+    gate = trained_gate()
+    module = BlockSparseAdaptive(0.4, block_size=16, scorer=gate, gate_strength=0.6, scale=0.3)
+    q, k, v = qkv(seq=70)
+    hidden, ids = (HIDDEN if "hidden" in masks else None), (PACKED if "ids" in masks else None)
+    unmasked = torch.ones(2, 1, 70, 70, dtype=torch.bool)
+    if hidden is not None:
+        unmasked = unmasked & ~hidden[:, None, None]
+    if ids is not None:
+        unmasked = unmasked & (ids[:, None, :, None] == ids[:, None, None])
+    options = {"key_padding_mask": hidden, "document_ids": ids}
+    allowed = module.layout(q, k, True, **options).to_dense() & unmasked
+    some = allowed.any(-1).all(1)  # hidden tokens may see nothing
+    want = soft_by_hand(q, k, v, gate, 0.6, allowed, 4, 0.3, hidden, ids)
+    torch.testing.assert_close(module(q, k, v, True, **options)[some], want[some], rtol=0, atol=1e-10)
+    everything = BlockSparseAdaptive(1.0, block_size=16, scorer=gate, gate_strength=0.6)
+    out = everything(q, k, v, True, **options)
+    if hidden is not None:
+        k[hidden], v[hidden] = 7.0, -7.0
+    if ids is not None:
+        for x in (q, k, v):
+            x[ids == 1] = 5 * normal(*x[ids == 1].shape)
+    moved = everything(q, k, v, True, **options)
+    same = torch.ones(2, 70, dtype=torch.bool) if ids is None else ids != 1
+    assert torch.equal(out[same], moved[same])
 
 
 def test_soft_gate_gradients():
@@ -215,6 +256,18 @@ def test_gate_loss_by_hand_and_by_differences():
         return torch.func.functional_call(Loss(), swapped, ())
 
     assert torch.autograd.gradcheck(loss_of, list(gate.parameters()))
+
+
+def test_gate_loss_takes_the_masses_of_its_own_call_alone():
+    """Those of one sample were spread over all samples, and those of one head over all heads: a loss, and of something
+    else than the gate was asked for."""
+    gate = trained_gate()
+    q, k, _ = qkv(seq=64)
+    masses = block_masses(q, k, block_size=16)
+    for other in (masses[:1], masses[:, :1], masses[:, :, :1], masses[0], block_masses(q, k, block_size=32)):
+        message = re.escape(f"= [2, 4, 4, 4], got {list(other.shape)}")
+        with pytest.raises(ValueError, match=f"masses must have shape .* {message}"):
+            gate_loss(gate, q, k, masses=other, block_size=16)
 
 
 def test_distillation_learns():
@@ -290,8 +343,8 @@ def test_other_modules_refuse_an_adaptive_configuration():
 
 def test_a_gate_for_other_heads_says_so():
     q, k, _ = qkv()
-    with pytest.raises(ValueError, match=r"q must have 3 heads of 8, as the gate was made for, got \[4, 8\]"):
-        block_masses(q, k, scorer=BlockGate(3, 8, 2), block_size=16)
+    with pytest.raises(ValueError, match=r"q must have 2 heads of 8, as the gate was made for, got \[4, 8\]"):
+        block_masses(q, k, scorer=BlockGate(2, 8), block_size=16)
 
 
 @pytest.mark.parametrize(

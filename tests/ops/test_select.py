@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from dilated_attention_pytorch import (
     Antidiagonal,
+    BlockGate,
     CumulativeMass,
     Full,
     MeanPooled,
@@ -289,6 +290,30 @@ def test_every_selection(sizes, block_size, is_causal, selector, scorer, sink, l
         one = slice(sample, sample + 1)
         alone = select_blocks(q[one], k[one], key_padding_mask=None if hidden is None else hidden[one], **call)
         assert torch.equal(alone.to_block_mask(), mask[one])
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, 7.0])
+@pytest.mark.parametrize("scorer", [*SCORERS, "gate"])
+def test_hidden_keys_take_no_part(scorer, bad):
+    """Whatever they hold, and in the gradient neither. Means weighed a hidden NaN by 0, which is NaN: all masses of the
+    head were NaN, and the blocks that were kept, of real keys, arbitrary."""
+    q, k = normal(2, 160, 2, 8), normal(2, 160, 1, 8)
+    hidden = torch.zeros(2, 160, dtype=torch.bool)
+    hidden[0, 100:] = hidden[1, [3, 40, 41]] = True
+    if scorer == "gate":
+        scorer = BlockGate(2, 8, 1, dtype=torch.float64)
+        for parameter in scorer.parameters():
+            torch.nn.init.normal_(parameter, std=0.2)
+    call = {"scorer": scorer, "block_size": 32, "key_padding_mask": hidden}
+    results = []
+    for value in (0.0, bad):
+        keys = k.masked_fill(hidden[..., None, None], value).requires_grad_()
+        queries = q.clone().requires_grad_()
+        masses = block_masses(queries, keys, **call)
+        layout = select_blocks(q, keys.detach(), selector=SharedBudget(0.4), **call)
+        results.append([masses, layout.to_dense(), *torch.autograd.grad(masses.square().sum(), (queries, keys))])
+    for clean, got in zip(*results, strict=True):
+        assert torch.equal(clean, got)
 
 
 def shares_rows(selector):

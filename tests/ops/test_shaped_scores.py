@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from dilated_attention_pytorch import (
     Causal,
@@ -108,6 +109,37 @@ def test_slopes_of_queries_that_stand_at_the_end():
     for row, position in enumerate((4, 5)):
         weights = torch.softmax(-torch.tensor([float(position - j) for j in range(position + 1)]), 0)
         torch.testing.assert_close(out[0, row, 0], weights[:4])
+
+
+@pytest.mark.parametrize("sign", ["signed", "distance"])
+def test_alibi_of_flex_attention(sign):
+    """There slope · (kv − q) with its sign, here −slope · |q − kv|: equal over earlier keys, and each is the other
+    over later ones too once it is written as docs/from_flex.md says."""
+    q, k, v = (torch.randn(1, 2, 60, 8, dtype=torch.float64) for _ in range(3))
+    slopes, place = torch.tensor([0.3, 0.05], dtype=torch.float64), torch.arange(60.0, dtype=torch.float64)
+    mods = {
+        "signed": lambda score, b, h, i, j: score + slopes[h] * (j - i),
+        "distance": lambda score, b, h, i, j: score - slopes[h] * (i - j).abs(),
+    }
+    ours = [x.transpose(1, 2) for x in (q, k, v)]
+    block_mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, 60, 60, device="cpu")
+    causal = flex_attention(q, k, v, score_mod=mods[sign], block_mask=block_mask).transpose(1, 2)
+    got = block_sparse_attention(*ours, Causal(), alibi_slopes=slopes)
+    torch.testing.assert_close(got, causal, atol=1e-10, rtol=0)
+    both = flex_attention(q, k, v, score_mod=mods[sign]).transpose(1, 2)
+    if sign == "distance":
+        got, lse = block_sparse_attention(*ours, Full(), alibi_slopes=slopes, return_lse=True)
+    else:
+        assert (block_sparse_attention(*ours, Full(), alibi_slopes=slopes) - both).abs().max() > 0.1
+        wide = [torch.cat((ours[0] * 8**-0.5, slopes[:, None].expand(1, 60, 2, 1)), -1)]
+        wide.append(torch.cat((ours[1], place.view(1, 60, 1, 1).expand(1, 60, 2, 1)), -1))
+        wide.append(torch.nn.functional.pad(ours[2], (0, 1)))
+        got, lse = block_sparse_attention(*wide, Full(), scale=1.0, return_lse=True)
+        got, lse = got[..., :8], lse - slopes[:, None] * place
+    torch.testing.assert_close(got, both, atol=1e-10, rtol=0)
+    scores = torch.einsum("bhqd,bhkd->bhqk", q, k) * 8**-0.5
+    scores = mods[sign](scores, 0, torch.arange(2)[:, None, None], torch.arange(60)[:, None], torch.arange(60))
+    torch.testing.assert_close(lse, scores.logsumexp(-1), atol=1e-10, rtol=0)
 
 
 def test_a_long_distance_hides_what_a_short_one_does_not():

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..patterns.base import check_int
+from ..patterns.base import check_int, shown
 from ..patterns.blocks import check_block_size
 from ..patterns.tokens import EVERYTHING, UNBOUNDED
 from .lists import BlockList
@@ -27,6 +27,23 @@ def block_pair(block_size: int | Sequence[int]) -> tuple[int, int]:
     for size in pair:
         check_block_size("block_size", size)
     return pair
+
+
+def check_rows(name: str, blocks: Tensor, num_blocks: int, device: torch.device) -> None:
+    """Numbers of blocks, each once and ascending: others would name tokens that are not there, or some twice."""
+    if not isinstance(blocks, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {shown(blocks)}")
+    if blocks.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{name} must be int64, got {blocks.dtype}")
+    if blocks.ndim != 1 or not len(blocks):
+        raise ValueError(f"{name} must have one dimension and not be empty, got shape {list(blocks.shape)}")
+    if blocks.device.type != device.type:
+        raise ValueError(f"{name} must be on the layout's device, {device}, got {blocks.device}")
+    blocks = blocks.cpu()
+    first, last = int(blocks[0]), int(blocks[-1])
+    if first < 0 or last >= num_blocks or (len(blocks) > 1 and not bool((blocks.diff() > 0).all())):
+        got = ", ".join(map(str, blocks[:20].tolist())) + (", …" if len(blocks) > 20 else "")
+        raise ValueError(f"{name} must be block numbers from 0 to {num_blocks - 1} that ascend, got [{got}]")
 
 
 def check_sizes(seq_q: int, seq_k: int, block_size: int | tuple[int, int]) -> tuple[tuple[int, int], tuple[int, int]]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from .checks import check_rows
 from .lists import BlockList
 from .rules import moved, num_tokens
 
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
 
 def take(layout: BlockLayout, query_blocks: Tensor, key_blocks: Tensor | None) -> BlockLayout:
     """See `BlockLayout.take`."""
+    check_rows("query_blocks", query_blocks, layout.num_q_blocks, layout.device)
+    if key_blocks is not None:
+        check_rows("key_blocks", key_blocks, layout.num_k_blocks, layout.device)
     which, row, column, rule = layout.entries()
     kept, row = _places(query_blocks, row)
     documents, seq_k = layout.documents, layout.seq_k

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Unpack
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from ..layout import BlockLayout
+from ..layout.checks import block_pair
 from ..ops import BlockSparseWeights, TopK, attention_with_weights, block_sparse_attention, select_blocks
 from ..ops.checks import check_device_and_dtype, check_qkv, check_scale
 from ..ops.choose import check_backend, leave_autocast
@@ -16,8 +18,8 @@ from ..ops.scores import Scorer
 from ..ops.select import Selector, check_selector, scorer_of
 from ..options import OptionKeywords
 from ..patterns import SparsePatternConfig
-from ..patterns.base import check_flag, check_int
-from ..patterns.blocks import check_block_size, check_ratio
+from ..patterns.base import check_flag, check_int, shown
+from ..patterns.blocks import check_ratio
 from ..patterns.config import as_unused
 from .attention import module_options, one_dropout, usual_options
 from .gate import BlockGate
@@ -67,25 +69,26 @@ class BlockSparseAdaptive(nn.Module):
                     "sparsity_ratio and block_size must be given in sparse_config or as keywords, not both"
                 )
             if not isinstance(sparse_config, SparsePatternConfig) or not sparse_config.is_adaptive:
-                raise ValueError(f"sparse_config must have pattern_type 'adaptive', got {sparse_config!r}")
+                raise ValueError(f"sparse_config must have pattern_type 'adaptive', got {shown(sparse_config)}")
             sparsity_ratio, block_size = sparse_config.sparsity_ratio, sparse_config.block_size
             self.unused = sparse_config.unused
         if selector is not None and sparsity_ratio is not None:
-            raise ValueError(f"give sparsity_ratio or a selector, not both, got {sparsity_ratio} and {selector!r}")
+            raise ValueError(f"give sparsity_ratio or a selector, not both, got {sparsity_ratio} and {shown(selector)}")
         if selector is None:
             sparsity_ratio = 0.1 if sparsity_ratio is None else sparsity_ratio
             check_ratio("sparsity_ratio", sparsity_ratio)
             selector = TopK(sparsity_ratio, even=True, across_heads=True)
-        self.block_size = 64 if block_size is None else block_size
-        for size in self.block_size if isinstance(self.block_size, tuple) else (self.block_size,):
-            check_block_size("block_size", size)
+        blocks = block_pair(64 if block_size is None else block_size)
+        self.block_size = blocks if isinstance(block_size, Sequence) else blocks[0]
         for name, value in (("sink", sink), ("local", local)):
             check_int(name, value, least=0)
         check_flag("per_kv_head", per_kv_head)
         self.scorer, self.selector = scorer_of(scorer), check_selector(selector)
         self.sink, self.local, self.per_kv_head = sink, local, per_kv_head
         if not isinstance(gate_strength, int | float) or isinstance(gate_strength, bool):
-            raise TypeError(f"gate_strength must be a number, got {gate_strength!r}")
+            raise TypeError(f"gate_strength must be a number, got {shown(gate_strength)}")
+        if not 0.0 <= gate_strength <= torch.finfo(torch.float32).max:
+            raise ValueError(f"gate_strength must be at least 0 and finite, got {gate_strength}")
         if gate_strength and not isinstance(self.scorer, BlockGate):
             raise ValueError(f"gate_strength needs a BlockGate as scorer, which can learn, got {self.scorer!r}")
         self.gate_strength = float(gate_strength)
@@ -141,18 +144,18 @@ class BlockSparseAdaptive(nn.Module):
             layout = self.layout(q, k, is_causal, **masks)
             head_dim = v.shape[3]
             if self.gate_strength:
-                q, k, v, options["scale"] = self._gated(q, k, v)
+                q, k, v, options["scale"] = self._gated(q, k, v, **masks)
             result = attend(q, k, v, layout, backend=self.backend, **options)
         if return_attention_weights:
             return result[0][..., :head_dim], result[1]
         return result[..., :head_dim]
 
-    def _gated(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, float]:
+    def _gated(self, q: Tensor, k: Tensor, v: Tensor, **masks: Tensor | None) -> tuple[Tensor, Tensor, Tensor, float]:
         """The gate's score is a product of a row and a column: as further coordinates of q and k it joins theirs."""
         blocks = self.block_size if isinstance(self.block_size, tuple) else (self.block_size, self.block_size)
         scale = check_scale(self.scale, q.shape[3])
         assert isinstance(self.scorer, BlockGate)
-        rows, columns = self.scorer.token_features(q, k, scale, blocks)
+        rows, columns = self.scorer.token_features(q, k, scale, blocks, **masks)
         q = torch.cat((q * scale, (rows * self.gate_strength).to(q.dtype)), dim=-1)
         k = torch.cat((k, columns.to(k.dtype)), dim=-1)
         return q, k, pad(v, (0, columns.shape[-1])), 1.0

@@ -283,9 +283,10 @@ def usual_options(module: Any) -> str:
 
 def one_dropout(dropout: float | None, attention_dropout: float | None) -> float:
     """`dropout` and `attention_dropout` name the same thing."""
-    if dropout is not None and attention_dropout is not None and dropout != attention_dropout:
+    names = {"dropout": dropout, "attention_dropout": attention_dropout}
+    given = [check_dropout(value, name) for name, value in names.items() if value is not None]
+    if len(set(given)) > 1:
         raise ValueError(
             f"dropout and attention_dropout name the same thing and must agree, got {dropout} and {attention_dropout}"
         )
-    given = attention_dropout if dropout is None else dropout
-    return check_dropout(0.0 if given is None else given, "dropout")
+    return given[0] if given else 0.0

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..patterns.base import check_int
+from ..patterns.base import check_int, shown
 from ..patterns.blocks import check_ratio
 from .adaptive import BlockSparseAdaptive
 from .attention import BlockSparseAttention
@@ -40,7 +40,7 @@ class SparsitySchedule:
 
     def __init__(self, model: nn.Module, *, steps: int, dense_steps: int = 0, kept_floor: float | None = None) -> None:
         if not isinstance(model, nn.Module):
-            raise TypeError(f"model must be a torch.nn.Module, got {model!r}")
+            raise TypeError(f"model must be a torch.nn.Module, got {shown(model)}")
         check_int("steps", steps, least=1)
         check_int("dense_steps", dense_steps, least=0)
         if kept_floor is not None:
@@ -94,7 +94,7 @@ class SparsitySchedule:
         """
         if not isinstance(state, Mapping) or set(state) != set(self.state_dict()):
             got = sorted(state) if isinstance(state, Mapping) else state
-            raise ValueError(f"state must be what state_dict gives, with {sorted(self.state_dict())}, got {got!r}")
+            raise ValueError(f"state must be what state_dict gives, with {sorted(self.state_dict())}, got {shown(got)}")
         for name in SETTINGS:
             if state[name] != getattr(self, name):
                 raise ValueError(
@@ -113,8 +113,7 @@ def _share(kept: object) -> float:
     if isinstance(kept, Tensor) and kept.ndim == 0 and not kept.is_complex():
         kept = kept.item()
     if not isinstance(kept, int | float) or isinstance(kept, bool):
-        what = f"a tensor of shape {list(kept.shape)}" if isinstance(kept, Tensor) else repr(kept)
-        raise TypeError(f"kept must be a number, such as kept_mass(...).mean(), got {what}")
+        raise TypeError(f"kept must be a number, such as kept_mass(...).mean(), got {shown(kept)}")
     if not 0.0 <= kept <= 1.0:
         raise ValueError(f"kept must be the share of attention mass that is kept, in [0, 1], got {kept}")
     return kept

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..layout.checks import block_pair
-from ..patterns.base import check_flag, check_int
+from ..patterns.base import check_flag, check_int, shown
 from ..patterns.blocks import ceil_div
 from .select import Grid, SharedBudget, TopK, grid_of
 
@@ -55,7 +55,7 @@ def split_budget(
         block_size, is_causal, sink, local: as in `select_blocks`, the first as in `block_masses` too.
     """
     if type(selector) not in (TopK, SharedBudget):
-        raise TypeError(f"selector must be TopK(share) or SharedBudget(share), got {selector!r}")
+        raise TypeError(f"selector must be TopK(share) or SharedBudget(share), got {shown(selector)}")
     blocks = block_pair(block_size)
     check_int("tokens", tokens, least=1)
     check_flag("is_causal", is_causal)

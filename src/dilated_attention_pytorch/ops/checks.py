@@ -12,7 +12,7 @@ from ..backends.base import compute_dtype
 from ..layout import BlockLayout
 from ..options import CallOptions, OptionKeywords
 from ..patterns import Branches, Pattern, PerHead, SparsePatternConfig
-from ..patterns.base import constant_in_graphs
+from ..patterns.base import constant_in_graphs, shown
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 DEFAULT_BLOCK_SIZE = 128
@@ -79,7 +79,7 @@ def tokens_first(layout: str, *tensors: Tensor) -> list[Tensor]:
     if layout != "bhsd":
         raise ValueError(
             "layout must be 'bshd' for tensors of (batch, seq, heads, head_dim) or 'bhsd' for (batch, heads, seq, "
-            f"head_dim), got {layout!r}"
+            f"head_dim), got {shown(layout)}"
         )
     for name, x in zip("qkv", tensors, strict=True):
         if not isinstance(x, Tensor) or x.ndim != 4:
@@ -111,7 +111,9 @@ def check_device(device: object) -> torch.device:
     try:
         return torch.device(device)  # type: ignore[call-overload]
     except (RuntimeError, TypeError):
-        raise ValueError(f"device must be one that PyTorch knows, such as 'cpu' or 'cuda:0', got {device!r}") from None
+        raise ValueError(
+            f"device must be one that PyTorch knows, such as 'cpu' or 'cuda:0', got {shown(device)}"
+        ) from None
 
 
 def check_device_and_dtype(device: object, dtype: object) -> None:
@@ -120,7 +122,7 @@ def check_device_and_dtype(device: object, dtype: object) -> None:
     if device is not None:
         check_device(device)
     if dtype is not None and dtype not in DTYPES:
-        raise TypeError(f"dtype must be float64, float32, bfloat16, float16 or None, got {dtype!r}")
+        raise TypeError(f"dtype must be float64, float32, bfloat16, float16 or None, got {shown(dtype)}")
 
 
 def check_softcap(softcap: float | None) -> float:
@@ -187,6 +189,7 @@ def check_masks(q: Tensor, k: Tensor, key_padding_mask: Tensor | None, document_
             continue
         if not isinstance(mask, Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(mask).__name__}")
+        check_dense(name, mask)
         if mask.shape != (batch, seq_k):
             raise ValueError(f"{name} must have shape (batch, seq_k) = {[batch, seq_k]}, got {list(mask.shape)}")
         if mask.device != q.device:

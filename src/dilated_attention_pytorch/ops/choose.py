@@ -14,7 +14,7 @@ from ..backends.base import Request
 from ..layout import BlockLayout
 from ..options import CallOptions, OptionKeywords
 from ..patterns import Branches, Pattern
-from ..patterns.base import check_flag
+from ..patterns.base import check_flag, shown
 from .checks import check_options, check_qkv
 from .named import NamedLayout, resolve_layout
 
@@ -25,7 +25,7 @@ BY_NAME: dict[str, ModuleType] = {backend.name: backend for backend in (*ORDERED
 
 def check_backend(backend: str) -> str:
     if not isinstance(backend, str) or (backend != "auto" and backend not in BY_NAME):
-        raise ValueError(f"backend must be one of {['auto', *BY_NAME]}, got {backend!r}")
+        raise ValueError(f"backend must be one of {['auto', *BY_NAME]}, got {shown(backend)}")
     return backend
 
 

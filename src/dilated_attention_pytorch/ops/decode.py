@@ -17,7 +17,7 @@ from ..layout.lists import HOST
 from ..layout.rows import rows_at
 from ..options import CallOptions
 from ..patterns import Causal, Pattern
-from ..patterns.base import check_flag, check_int, value_of
+from ..patterns.base import check_flag, check_int, shown, value_of
 from ..patterns.blocks import ceil_div
 from .attend import with_sinks
 from .checks import DEFAULT_BLOCK_SIZE, check_lists, check_options, check_qkv, tokens_first
@@ -155,7 +155,7 @@ def _of_text(text: str, is_causal: bool) -> tuple[Pattern, int]:
 def _chosen(backend: str, q: Tensor) -> str:
     """The kernels where they run, else plain PyTorch; one that is named and cannot is an error."""
     if backend not in BACKENDS:
-        raise ValueError(f"backend must be one of {list(BACKENDS)} for decoding, got {backend!r}")
+        raise ValueError(f"backend must be one of {list(BACKENDS)} for decoding, got {shown(backend)}")
     if backend == "blockwise":
         return backend
     named = backend == "triton"

@@ -40,7 +40,7 @@ def kept_mass(
         )
         return total
 
-    dense = lse(Full())
+    some, dense = lse(layout_or_pattern), lse(Full())
     # Rounding may lift a sum over some keys above the sum over all.
-    share = torch.exp(lse(layout_or_pattern) - dense.masked_fill(dense == -torch.inf, 0.0)).clamp(max=1.0)
+    share = torch.exp(some - dense.masked_fill(dense == -torch.inf, 0.0)).clamp(max=1.0)
     return share.masked_fill(dense == -torch.inf, 1.0)

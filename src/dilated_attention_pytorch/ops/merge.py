@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..backends.base import compute_dtype
+from ..patterns.base import shown
 from .checks import DTYPES, check_dense
 
 
@@ -24,7 +25,7 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
     """
     for name, parts in (("outs", outs), ("lses", lses)):
         if not isinstance(parts, Sequence) or not all(isinstance(part, Tensor) for part in parts):
-            raise TypeError(f"{name} must be a sequence of tensors, got {parts!r}")
+            raise TypeError(f"{name} must be a sequence of tensors, got {shown(parts)}")
         for part in parts:
             check_dense(name, part)
     outs, lses = list(outs), list(lses)

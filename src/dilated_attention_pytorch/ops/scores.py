@@ -43,7 +43,7 @@ class Blocked:
     """Tokens in whole blocks.
 
     Attributes:
-        tokens: (batch, blocks, block, heads, head_dim).
+        tokens: (batch, blocks, block, heads, head_dim); 0 for what is not real.
         real: bool (batch or 1, blocks, block): where there is a token that somebody may see.
         whole: all of them are real, as the host knows without looking.
     """
@@ -58,6 +58,8 @@ class Blocked:
         seq, spare = x.shape[1], -x.shape[1] % block
         real = torch.ones(1, seq, dtype=torch.bool, device=x.device) if hidden is None else ~hidden
         real = torch.nn.functional.pad(real, (0, spare)).unflatten(1, (-1, block))
+        if hidden is not None:  # not by weights of 0: 0 · NaN is NaN
+            x = x.masked_fill(hidden[..., None, None], 0)
         tokens = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, spare)) if spare else x
         return cls(tokens.unflatten(1, (-1, block)), real, hidden is None and not spare)
 
@@ -89,8 +91,7 @@ class Blocked:
 
     def side_by_side(self) -> Tensor:
         """(batch, blocks, heads, block · head_dim): the tokens of every block in a row, 0 for a missing one."""
-        tokens = self.tokens if self.whole else self.tokens * self.real[..., None, None]
-        return tokens.transpose(2, 3).flatten(3)
+        return self.tokens.transpose(2, 3).flatten(3)
 
 
 @dataclass(frozen=True)

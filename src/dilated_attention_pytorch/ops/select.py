@@ -29,7 +29,7 @@ from ..layout.build import Span
 from ..layout.checks import block_pair
 from ..layout.eager import is_plain_eager, plain_cache
 from ..layout.lists import HOST
-from ..patterns.base import check_flag, check_int
+from ..patterns.base import check_flag, check_int, shown
 from ..patterns.blocks import check_ratio
 from ..patterns.tokens import EVERYTHING, Interval
 from .checks import check_masks, check_qkv, check_scale
@@ -462,14 +462,18 @@ def scorer_of(scorer: str | Scorer) -> Scorer:
         if scorer not in SCORERS:
             raise ValueError(f"scorer must be one of {sorted(SCORERS)} or a Scorer, got {scorer!r}")
         return SCORERS[scorer]
-    if not callable(getattr(scorer, "features", None)):
-        raise TypeError(f"scorer must be one of {sorted(SCORERS)} or have features(queries, keys), got {scorer!r}")
+    if isinstance(scorer, type) or not callable(getattr(scorer, "features", None)):
+        raise TypeError(
+            f"scorer must be one of {sorted(SCORERS)} or an object with features(queries, keys, scale), such as "
+            f"MeanPooled(), got {shown(scorer)}"
+        )
     return scorer
 
 
 def check_selector(selector: Selector) -> Selector:
-    if not all(callable(getattr(selector, name, None)) for name in ("keep", "most", "opened")):
-        raise TypeError(f"selector must be SharedBudget(share), TopK(share) or another Selector, got {selector!r}")
+    methods = (callable(getattr(selector, name, None)) for name in ("keep", "most", "opened"))
+    if isinstance(selector, type) or not all(methods):
+        raise TypeError(f"selector must be SharedBudget(share), TopK(share) or another Selector, got {shown(selector)}")
     return selector
 
 

@@ -172,9 +172,17 @@ class PerHead(Pattern):
 LARGEST = 2**40
 
 
+def shown(value: object) -> str:
+    """A value as error messages show it: in one line, and of tensors and arrays the shape alone."""
+    if hasattr(value, "shape") and not isinstance(value, type):
+        return f"a {type(value).__name__.lower()} of shape {list(value.shape)}"
+    text = repr(value)
+    return text if len(text) <= 200 and "\n" not in text else type(value).__name__
+
+
 def check_int(name: str, value: object, *, least: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{name} must be an int, got {value!r}")
+        raise TypeError(f"{name} must be an int, got {shown(value)}")
     if value < least:
         raise ValueError(f"{name} must be at least {least}, got {value}")
     if value > LARGEST:
@@ -183,9 +191,9 @@ def check_int(name: str, value: object, *, least: int) -> None:
 
 def check_flag(name: str, value: object) -> None:
     if not isinstance(value, bool):
-        raise TypeError(f"{name} must be True or False, got {value!r}")
+        raise TypeError(f"{name} must be True or False, got {shown(value)}")
 
 
 def check_sequence(name: str, value: object, of: str) -> None:
     if not isinstance(value, Sequence) or isinstance(value, str):
-        raise TypeError(f"{name} must be a sequence of {of}, got {value!r}")
+        raise TypeError(f"{name} must be a sequence of {of}, got {shown(value)}")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import reduce
 from operator import or_
 
-from .base import Pattern, check_flag, check_int, check_sequence
+from .base import Pattern, check_flag, check_int, check_sequence, shown
 
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 DILATIONS_FIRST = "Did you pass dilations first? Segment lengths come first"
@@ -26,7 +26,7 @@ def check_block_size(name: str, value: object) -> None:
 
 def check_ratio(name: str, value: object, of: str = "blocks kept") -> None:
     if not isinstance(value, int | float) or isinstance(value, bool):
-        raise TypeError(f"{name} must be a number, got {value!r}")
+        raise TypeError(f"{name} must be a number, got {shown(value)}")
     if not 0.0 < value <= 1.0:
         raise ValueError(f"{name} must be the share of {of}, in (0, 1], got {value}")
 
@@ -255,7 +255,8 @@ def check_levels(levels: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ..
 def check_branches(segment_lengths: Sequence[int], dilation_rates: Sequence[int]) -> None:
     if not isinstance(segment_lengths, Sequence) or not isinstance(dilation_rates, Sequence):
         raise TypeError(
-            f"segment_lengths and dilation_rates must be sequences of ints, got {segment_lengths!r}, {dilation_rates!r}"
+            "segment_lengths and dilation_rates must be sequences of ints, "
+            f"got {shown(segment_lengths)}, {shown(dilation_rates)}"
         )
     if not segment_lengths or len(segment_lengths) != len(dilation_rates):
         raise ValueError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .base import Value
+from .base import Value, shown
 from .blocks import DILATIONS_FIRST, ceil_div, check_branches
 
 HEAD_OFFSETS = ("interleaved", "grouped")
@@ -65,7 +65,7 @@ class Branches(Value):
 
 def check_head_offsets(head_offsets: object) -> None:
     if not isinstance(head_offsets, str) or head_offsets not in HEAD_OFFSETS:
-        raise ValueError(f"head_offsets must be one of {list(HEAD_OFFSETS)}, got {head_offsets!r}")
+        raise ValueError(f"head_offsets must be one of {list(HEAD_OFFSETS)}, got {shown(head_offsets)}")
 
 
 def check_heads(dilation_rates: Sequence[int], num_heads: int) -> None:
