@@ -48,6 +48,8 @@ BAD = {
     "a sparse value": (lambda: BlockSparseRingMultiheadDilatedAttention(8, 2)(X, X, X.to_sparse()), TypeError, "value must be dense, got a tensor of layout torch.sparse_coo"),
     "heads that keep too few tokens": (lambda: MultiheadDilatedAttention(64, 2, [64], [5]), ValueError, "dilation_rates must have one of at most 4, twice the number of heads, .* got"),
     "dilations first": (lambda: MultiheadDilatedAttention(64, 8, [1, 2, 4], [256, 512, 1024]), ValueError, "every dilation rate must be at most its segment length, got 256 in a segment of 1: .* Did you pass dilations first"),
+    "an automatic device": (lambda: create_block_sparse_attention("auto", seq_len=100, device="gpu"), ValueError, "device must be one that PyTorch knows, such as 'cpu' or 'cuda:0', got 'gpu'"),
+    "an automatic dtype": (lambda: create_block_sparse_attention("auto", seq_len=100, dtype="bf16"), TypeError, "dtype must be float64, float32, bfloat16, float16 or None, got 'bf16'"),
     "unknown variant": (lambda: create_block_sparse_attention("dense"), ValueError, "variant must be one of .* got 'dense'"),
     "factory keyword": (lambda: create_block_sparse_attention("hierarchical", sparsity_ratio=0.1), TypeError, "unknown keyword 'sparsity_ratio' for variant 'hierarchical'; it takes"),
     "kv heads of a gate": (lambda: BlockGate(4, 8, 3), ValueError, "num_heads must be a multiple of num_kv_heads, got 4 and 3"),

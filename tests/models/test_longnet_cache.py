@@ -1,5 +1,8 @@
 """LongNet's cache: whatever the parts that a sequence comes in, the result is that of the whole."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -142,6 +145,20 @@ class TestCache:
                 model(tokens_of(new), cache=cache)
         with pytest.raises(RuntimeError, match=f"25 tokens in every layer, but layer 0 has {25 + new}: a call before"):
             model(tokens_of(new), cache=cache)
+
+    @pytest.mark.parametrize("copied", [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))])
+    def test_copies_go_on_by_themselves(self, copied):
+        """One beginning, several continuations."""
+        model, (first, *others) = small(), [tokens_of(9) for _ in range(3)]
+        cache = KVCache(model.config.branches, 40)
+        with torch.no_grad():
+            model(first, cache=cache)
+        for other in others:
+            again = copied(cache)
+            for part in cut(other, (1, 5)):
+                got = model(part, cache=again)
+            close(got, model(torch.cat([first, other], dim=1))[:, -got.shape[1] :])
+        assert cache.length == 9
 
     def test_two_layers_of_one_number_are_refused(self):
         layers = [LongNetDecoderLayer(SMALL).double().eval() for _ in range(2)]

@@ -114,6 +114,6 @@ def test_examples_are_what_their_form_says(name):
     known = NAMES[name]
     text = name + (":" + "/".join(known.example) if known.example else "")
     pattern = pattern_of(text)
-    assert eval(code_of(pattern), vars(dap)) == pattern
+    assert eval(code_of(pattern), {}, vars(dap.patterns)) == pattern
     assert len(known.example) == len(known.arguments)
     assert form_of(name).count("[") == sum(a.default is not None for a in known.arguments)

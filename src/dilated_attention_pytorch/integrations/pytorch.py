@@ -92,6 +92,12 @@ def replace_attention(
     Returns:
         What was replaced, by name.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be an nn.Module, got {model!r}")
+    if not isinstance(pattern, Pattern):
+        raise TypeError(f"pattern must be a Pattern, got {type(pattern).__name__}")
+    if names is not None and (isinstance(names, str) or not isinstance(names, Collection)):
+        raise TypeError(f"names must be a collection of names of modules, got {names!r}")
     found: dict[str, nn.MultiheadAttention] = {}
     crossing = {id(layer.multihead_attn) for layer in model.modules() if isinstance(layer, nn.TransformerDecoderLayer)}
     for name, module in model.named_modules(remove_duplicate=False):
