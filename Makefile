@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-model test-lightning test-page lint docs release-check bench stress clean
+.PHONY: demo test test-fast test-model test-lightning test-page lint docs docs-tables release-check bench stress clean
 
 $(VENV)/.demo: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -56,6 +56,10 @@ PYTHONS ?= python3.11 python3.12 python3.13
 release-check: $(STAMP)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[release]'
 	$(BIN)/python tools/release_check.py $(PYTHONS)
+
+# Tables and figures of README and docs/ from benchmarks/results.
+docs-tables: $(STAMP)
+	$(BIN)/python benchmarks/docs_tables.py
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/cpu.py

@@ -1,10 +1,13 @@
-"""The benchmark: it runs, records what its numbers depend on, and times nothing that is wrong."""
+"""The benchmarks: they run, record what their numbers depend on, and time nothing that is wrong; the docs show them."""
 
+import importlib
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
+from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,9 +23,16 @@ BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 
 
 @pytest.fixture
-def cpu(monkeypatch):
-    """The module of the command, with sizes that take a moment."""
+def harness(monkeypatch):
     monkeypatch.syspath_prepend(BENCHMARKS)
+    import harness
+
+    return harness
+
+
+@pytest.fixture
+def cpu(harness, monkeypatch):
+    """The module of the command, with sizes that take a moment."""
     import cpu
 
     tiny = replace(cpu.QUICK, forward={256: 1}, training={256: 1}, flat={256: 1}, whole=256, matmul_side=64)
@@ -32,7 +42,7 @@ def cpu(monkeypatch):
 
 
 @pytest.fixture
-def cases(cpu):
+def cases(harness):
     import cases
 
     return cases
@@ -51,21 +61,27 @@ def test_quick_run(tmp_path):
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    record = json.loads(out.read_text(encoding="utf-8"))
-    assert json.loads(done.stdout.splitlines()[-1]) == record["summary"]
-    assert str(Path.home()) not in out.read_text(encoding="utf-8")
+    text = out.read_text(encoding="utf-8")
+    record, summary = json.loads(text), json.loads(done.stdout.splitlines()[-1])
+    assert str(Path.home()) not in text
+    assert str(tmp_path) not in text
     assert out.with_suffix(".png").stat().st_size > 10_000
 
-    machine = record["environment"]
-    assert machine["torch"] == torch.__version__
-    assert machine["threads"] == 1
-    assert machine["thread_settings"]["OMP_NUM_THREADS"] == "1"
-    assert all(machine[name] for name in ("library", "commit", "date", "python", "system", "cpu"))
-    assert record["skip_flex"]
+    assert list(record) == summary["sections"] == ["forward", "training", "memory", "flat"]
+    for section in record.values():
+        machine = section["provenance"]
+        assert (machine["torch"], machine["threads"], machine["quick"]) == (torch.__version__, 1, True)
+        assert machine["thread_settings"]["OMP_NUM_THREADS"] == "1"
+        assert machine["command"] == "python benchmarks/cpu.py --quick --skip-flex"
+        assert all(machine[name] for name in ("library", "commit", "date", "python", "system", "cpu", "device"))
     assert "--skip-flex" in record["forward"]["flex_note"]
+    for name in ("cpu.forward", "cpu.training", "cpu.memory", "cpu.flat"):
+        assert f"\n{name}\n\n| " in "\n" + done.stdout
 
-    assert {check["case"].split(",")[0] for check in record["gate"]} == {"forward", "training", "flat"}
-    assert all(0 <= check["error"] <= check["tolerance"] for check in record["gate"])
+    checks = [check for section in record.values() for check in section["gate"]]
+    assert {check["case"].split(",")[0] for check in checks} == {"forward", "training", "flat"}
+    assert all(0 <= check["error"] <= check["tolerance"] for check in checks)
+    assert summary["gate"] == {"checks": len(checks), "worst": max(check["error"] for check in checks)}
 
     forward, training = record["forward"]["rows"], record["training"]["rows"]
     assert [(row["tokens"], row["dense"]["extrapolated"]) for row in training] == [(2048, False), (4096, True)]
@@ -83,7 +99,7 @@ def test_quick_run(tmp_path):
     assert len(record["flat"]["rows"]) == 4
     memory = {"memory_forward", "memory_training"} if can_measure()[0] else set()
     flat = {"flat_window", "flat_random"}
-    assert set(record["summary"]["targets"]) == {"full_density_ratio", "training_ratio"} | memory | flat
+    assert set(summary["targets"]) == {"full_density_ratio", "training_ratio"} | memory | flat
 
 
 def moved(function, offset):
@@ -100,21 +116,24 @@ def moved(function, offset):
 @pytest.mark.parametrize("contender", ["block_sparse_attention", "scaled_dot_product_attention"])
 @pytest.mark.parametrize("offset", [1e-3, float("nan")])
 def test_a_wrong_contender_ends_the_run_before_it_is_timed(
-    cpu, monkeypatch, tmp_path, capsys, section, contender, offset
+    cpu, harness, monkeypatch, tmp_path, capsys, section, contender, offset
 ):
     def never(*args):
         pytest.fail("timed")
 
     monkeypatch.setattr(cpu, contender, moved(getattr(cpu, contender), offset))
     monkeypatch.setattr(cpu, "interleave", never)
-    assert cpu.main(["--quick", "--skip-flex", "--only", section, "--out", str(tmp_path / "x.json")]) == 1
+    assert (
+        harness.run(cpu.BENCHMARK, ["--quick", "--skip-flex", "--only", section, "--out", str(tmp_path / "x.json")])
+        == 1
+    )
     name = "ours 0.1" if contender == "block_sparse_attention" else "dense"
     assert f": {name} differs from float64 in 2 query blocks by " in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("which", ["dq", "dk", "dv"])
-def test_a_wrong_gradient_ends_the_run(cpu, monkeypatch, tmp_path, capsys, which):
+def test_a_wrong_gradient_ends_the_run(cpu, harness, monkeypatch, tmp_path, capsys, which):
     def wrong(*tensors_and_layout):
         *tensors, layout = tensors_and_layout
         place = ["dq", "dk", "dv"].index(which)
@@ -123,7 +142,7 @@ def test_a_wrong_gradient_ends_the_run(cpu, monkeypatch, tmp_path, capsys, which
         return block_sparse_attention(*tensors, layout)
 
     monkeypatch.setattr(cpu, "block_sparse_attention", wrong)
-    assert cpu.main(["--quick", "--only", "training", "--out", str(tmp_path / "x.json")]) == 1
+    assert harness.run(cpu.BENCHMARK, ["--quick", "--only", "training", "--out", str(tmp_path / "x.json")]) == 1
     assert f"training, 256 tokens, {which}: ours 0.1 differs" in capsys.readouterr().err
 
 
@@ -133,39 +152,121 @@ def stand_in(q, k, v, block_mask):
     return scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
 
-def test_a_wrong_flex_ends_the_run(cpu, monkeypatch, tmp_path, capsys):
+def test_a_wrong_flex_ends_the_run(cpu, harness, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(torch, "compile", lambda function, **kwargs: function)
     monkeypatch.setattr(cpu, "flex_attention", stand_in)
     run = ["--quick", "--only", "forward", "--out", str(tmp_path / "x.json")]
-    assert cpu.main(run) == 0
+    assert harness.run(cpu.BENCHMARK, run) == 0
     record = json.loads((tmp_path / "x.json").read_text(encoding="utf-8"))
     row = record["forward"]["rows"][0]
     assert row["flex_ratio"] == pytest.approx(row["flex"]["median"] / row["ours"]["median"])
     assert "compile_seconds" in record["forward"]["flex_compile"][0]
-    assert "flex_ratio" in record["summary"]["targets"]
+    assert "flex_ratio" in cpu.summary(record)["targets"]
     monkeypatch.setattr(cpu, "flex_attention", lambda q, k, v, block_mask: scaled_dot_product_attention(q, k, v))
-    assert cpu.main(run) == 1
+    assert harness.run(cpu.BENCHMARK, run) == 1
     assert "flex 0.1 differs" in capsys.readouterr().err
 
 
-def test_a_part_does_not_replace_the_full_record(cpu):
-    def name(*argv):
-        return cpu.arguments(argv).out.relative_to(BENCHMARKS).as_posix()
+def test_a_run_replaces_the_sections_it_measured_and_no_others(cpu, harness, monkeypatch, tmp_path):
+    """Each section says by itself what it is of: after a second run, of another commit, the first one's sections keep
+    their own. (Records used to have one environment, and by hand a list of sections that were of another run.)"""
+    out = tmp_path / "cpu.json"
+    first = ["--quick", "--only", "training", "flat", "--out", str(out), "--commit", "first"]
+    assert harness.run(cpu.BENCHMARK, first) == 0
+    before = json.loads(out.read_text(encoding="utf-8"))
+    assert list(before) == ["training", "flat"]
+    again = ["--quick", "--only", "flat", f"--out={out}", "--commit", "second"]
+    assert harness.run(cpu.BENCHMARK, again) == 0
+    after = json.loads(out.read_text(encoding="utf-8"))
+    assert [section["provenance"]["commit"] for section in after.values()] == ["first", "second"]
+    assert after["training"] == before["training"]
+    assert after["flat"]["provenance"]["command"] == "python benchmarks/cpu.py --quick --only flat --commit second"
 
-    assert name() == "results/cpu.json"
-    assert name("--quick", "--only", "flat") == "results/cpu-quick-flat.json"
+
+def test_a_quick_run_does_not_touch_the_record(cpu, harness):
+    def name(*argv):
+        return harness.arguments(cpu.BENCHMARK, argv).out.relative_to(BENCHMARKS).as_posix()
+
+    assert name() == name("--only", "flat") == "results/cpu.json"
+    assert name("--quick") == name("--quick", "--only", "flat") == "results/cpu-quick.json"
+
+
+def test_a_section_that_checks_nothing_is_refused(harness, tmp_path):
+    """Speed without a check of the result is no figure; only sections that are declared to time nothing go without."""
+    benchmark = harness.Benchmark("made", "", {"fast": lambda job: {"rows": []}})
+    with pytest.raises(AssertionError, match="section fast checked nothing"):
+        harness.run(benchmark, ["--out", str(tmp_path / "x.json")])
+    assert list(tmp_path.iterdir()) == []
+    untimed = harness.Benchmark("made", "", benchmark.sections, untimed=("fast",))
+    assert harness.run(untimed, ["--out", str(tmp_path / "x.json")]) == 0
+
+
+def test_what_a_section_found_is_kept_when_a_later_one_is_wrong(harness, tmp_path, capsys):
+    def right(job):
+        job.gate.check("a case", "ours", "the truth", torch.ones(2), torch.ones(2))
+        return {"rows": [1]}
+
+    def wrong(job):
+        job.gate.check("a case", "theirs", "the truth", torch.full((2,), torch.nan), torch.ones(2))
+
+    benchmark = harness.Benchmark("made", "", {"first": right, "second": wrong})
+    assert harness.run(benchmark, ["--out", str(tmp_path / "x.json")]) == 1
+    assert capsys.readouterr().err.endswith("error: a case: theirs differs from the truth by NaN, more than 2e-05\n")
+    record = json.loads((tmp_path / "x.json").read_text(encoding="utf-8"))
+    assert list(record) == ["first"]
+    assert record["first"]["rows"] == [1]
+    assert [check["error"] for check in record["first"]["gate"]] == [0.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_the_gate_lets_rounding_pass_and_a_missing_block_not(harness, dtype):
+    """One of 13 blocks missing is the smallest mistake of the benchmarks' layouts; rounding is that of the dtype."""
+    exact = torch.randn(100, 13, dtype=torch.float64)
+    gate = harness.Gate()
+    gate.check("rounded", "ours", "float64", exact.sum(1).to(dtype), exact.sum(1))
+    with pytest.raises(harness.GateError, match="a block missing: ours differs from float64 by "):
+        gate.check("a block missing", "ours", "float64", exact[:, 1:].sum(1).to(dtype), exact.sum(1))
+    assert [check["error"] <= check["tolerance"] for check in gate.checks] == [True, False]
+
+
+SCRIPTS = ("adaptive_gpu", "cpu", "decode", "dilated", "gpu", "host", "memory", "recall", "ring", "tune")
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_every_script_has_the_same_options(script, harness, monkeypatch):
+    """Without a GPU, too; an unknown section and a missing device are errors before anything starts."""
+    pytest.importorskip("triton", reason="needs triton, which there is for Linux alone")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    benchmark = importlib.import_module(script).BENCHMARK
+    sections = list(benchmark.sections)
+    args = harness.arguments(benchmark, ["--only", sections[-1], "--quick", "--out", "x.json", "--commit", "abc"])
+    assert (args.only, args.quick, args.out, args.commit) == ([sections[-1]], True, Path("x.json"), "abc")
+    assert harness.arguments(benchmark, []).only == sections
+    assert args.device == ("cuda" if "cuda" in benchmark.devices else "cpu")
+    assert set(benchmark.untimed) <= set(sections)
+    with pytest.raises(SystemExit):
+        harness.arguments(benchmark, ["--only", "nothing"])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    if benchmark.devices == ("cuda",):
+        with pytest.raises(SystemExit):
+            harness.arguments(benchmark, [])
+
+
+def test_every_script_is_tried():
+    others = {"cases", "docs_tables", "gpu_kernels", "harness", "plots", "tables", "values"}
+    assert {path.stem for path in BENCHMARKS.glob("*.py")} - others == set(SCRIPTS)
 
 
 def test_targets_are_judged_by_the_worst_case_and_only_in_a_full_run(cpu):
+    def judged(name, rows, quick=False):
+        return cpu.summary({name: {"provenance": {"quick": quick}, "rows": rows}})["targets"]
+
     def memory(ratio, quick=False):
-        row = {"kind": "forward", "ratio": ratio}
-        record = {"memory": {"rows": [row]}, "quick": quick, "skip_flex": False, "gate": [], "seconds": 0}
-        return cpu.summarise({**record, "environment": {}})["targets"]["memory_forward"]["met"]
+        return judged("memory", [{"kind": "forward", "ratio": ratio}], quick)["memory_forward"]["met"]
 
     assert [memory(1.15), memory(1.16), memory(1.0, quick=True)] == [True, False, None]
     rows = [{"dense_ratio": ratio, "matmul_gflops": 1.0} for ratio in (0.9, 0.6, 0.8)]
-    record = {"training": {"rows": rows}, "quick": False, "skip_flex": False, "gate": [], "seconds": 0}
-    found = cpu.summarise({**record, "environment": {}})["targets"]["training_ratio"]
+    found = judged("training", rows)["training_ratio"]
     assert found == {"worst": 0.6, "median": 0.8, "target": 0.7, "met": False}
 
 
@@ -208,132 +309,167 @@ def test_what_the_gate_expects_is_the_reference(cases, pattern):
     assert cases.expected(inputs, layout, rows)["out"].equal(got["out"])
 
 
-def test_the_commit_says_when_the_tree_is_dirty(cases, monkeypatch, tmp_path):
+def test_the_commit_says_when_the_tree_is_dirty(harness, monkeypatch, tmp_path):
     def git(*args):
         identity = ("-c", "user.name=x", "-c", "user.email=x@example.org")
         subprocess.run(["git", "-C", tmp_path, *identity, *args], check=True, capture_output=True)
 
     results = tmp_path / "benchmarks" / "results"
     results.mkdir(parents=True)
-    monkeypatch.setattr(cases, "HERE", tmp_path / "benchmarks")
+    monkeypatch.setattr(harness, "HERE", tmp_path / "benchmarks")
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    assert cases.commit() == "unknown"
+    assert harness.commit() == "unknown"
     git("init")
     git("commit", "--allow-empty", "-m", "first")
     (results / "cpu.json").write_text("{}")
-    clean = cases.commit()
+    clean = harness.commit()
     assert len(clean) == 40
     (tmp_path / "new.py").write_text("")
-    assert cases.commit() == f"{clean}-dirty"
+    assert harness.commit() == f"{clean}-dirty"
 
 
-def test_the_gpu_figures_in_the_docs_are_those_of_the_record(tmp_path):
-    """Every row of the page's GPU table, number for number; and the report of the record can be made."""
-    root = BENCHMARKS.parent
-    record = json.loads((BENCHMARKS / "results" / "gpu.json").read_text(encoding="utf-8"))
-    page = (root / "docs" / "performance.md").read_text(encoding="utf-8").partition("## GPU")[2]
-    page, _, dilated = page.partition("## Dilated attention")
-    lines = [
-        [cell.strip() for cell in line.strip("| ").split("|")] for line in page.splitlines() if line.startswith("| ")
-    ]
-    table = [cells for cells in lines if len(cells) == 9 and cells[1].isdigit() and cells[2].endswith("%")]
-    assert len(table) == len(record["kernels"])
-    for row in record["options"]:
-        cells = [row["name"], str(row["head_dim"]), row["option"].replace("alibi", "ALiBi slopes")]
-        for way in ("forward", "backward"):
-            flex = row.get(f"{way}, flex")
-            plain = f"{row[f'{way}, plain kernels']:.2f}"
-            cells += [f"{row[f'{way}_ms']:.2f}", "–" if flex is None else f"{flex:.2f}", plain]
-        assert cells in lines
+RECORDS = ("adaptive_gpu", "cpu", "decode_cpu", "decode_cuda", "dilated_cpu", "dilated_cuda", "gpu", "host",
+           "memory_cpu", "memory_cuda", "recall", "ring")  # fmt: skip
 
-    def shown(row, way):
-        flex = row[way].get("flex") or row[way].get("flex, max-autotune")
-        ratios = [f"{rival['ratio']:.2f}" if rival else "" for rival in (flex, row[way].get("cudnn"))]
-        return [f"{row[way]['ours']['tflops']:.0f}", *ratios]
 
-    made = {
-        (row["name"].split(" %")[0].removesuffix(" 1").removesuffix(" 20").removesuffix(" 50"), str(row["head_dim"]),
-         row["block"], f"{100 * row['density']:.0f} %"): [*shown(row, "forward"), *shown(row, "backward")]
-        for row in record["kernels"]
-    }  # fmt: skip
-    for layout, head_dim, density, *numbers in table:
-        name, _, block = layout.removesuffix(" (16K, our kernel)").partition(", blocks of ")
-        cut = [number.replace(" (autotuned)", "").replace("–", "") for number in numbers]
-        assert cut == made[name, head_dim, int(block or 128), density]
-    for row in json.loads((BENCHMARKS / "results" / "dilated.json").read_text(encoding="utf-8"))["rows"]:
-        cells = [f"{row['tokens']:,}", str(row["head_dim"]), "yes" if row["causal"] else "no"]
-        for way in ("forward", "backward"):
-            cells += [f"{row[way]['tflops']:.0f}", f"{row[way]['ratio']:.2f}"]
-        assert f"| {' | '.join(cells)} | {row['step']['ratio']:.2f} | " in dilated
-    command = [sys.executable, BENCHMARKS / "gpu_report.py", tmp_path / "gpu.json"]
+@pytest.mark.parametrize("record", RECORDS)
+def test_every_section_of_a_record_says_what_it_is_of(record):
+    """A null command: it was not recorded, before every section had to."""
+    for name, section in record_of(record).items():
+        machine = section["provenance"]
+        assert {"command", "quick"} <= set(machine), name
+        assert not machine["quick"], name
+        assert re.fullmatch(r"[0-9a-f]{40}(-dirty)?", machine["commit"]), name
+        assert all(machine[key] for key in ("date", "torch", "library", "python", "device", "cpu", "threads")), name
+        assert (machine["device"] == "cuda") == ("gpu" in machine), name
+        assert "/" not in (machine["command"] or "").replace("benchmarks/", ""), name
+
+
+def record_of(name):
+    return json.loads((BENCHMARKS / "results" / f"{name}.json").read_text(encoding="utf-8"))
+
+
+@pytest.fixture
+def docs_tables(harness):
+    import docs_tables
+
+    return docs_tables
+
+
+def test_the_docs_show_the_records(docs_tables):
+    """`make docs-tables` has nothing to change: tables and marked figures are those of the records."""
+    records, shown = docs_tables.Records(), []
+    for page in docs_tables.pages():
+        text = page.read_text(encoding="utf-8")
+        assert docs_tables.rewritten(text, records) == text, f"{page.name}: make docs-tables"
+        shown += [name for _, name, _ in docs_tables.MARKED.findall(text)]
+    assert {"headline", "gpu.kernels", "cpu.forward", "dilated_cuda.rows", "ring.rings"} <= set(shown)
+    assert len(shown) > 100
+
+
+def test_a_page_follows_its_record(docs_tables, tmp_path):
+    """Another figure in the record is another figure in the page: in a table, in a sentence, with its origin."""
+    record = record_of("gpu")
+    case = {"name": "random", "head_dim": 128, "block": 128}
+    (row,) = [row for row in record["kernels"]["rows"] if case.items() <= row.items() and 0.04 < row["density"] < 0.06]
+    page = (
+        "A <!-- value: gpu.tflops random 128 128 forward -->1<!-- /value --> b\n\n"
+        "<!-- table: gpu.kernels --><!-- /table -->\n"
+    )
+    row["forward"]["ours"]["tflops"] = 4321.4
+    record["kernels"]["provenance"]["commit"] = "f" * 40
     (tmp_path / "gpu.json").write_text(json.dumps(record), encoding="utf-8")
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert f"{record['kernels'][0]['forward']['ours']['tflops']:.0f}" in done.stdout
-    assert (tmp_path / "gpu.png").stat().st_size > 10_000
+    made = docs_tables.rewritten(page, docs_tables.Records(tmp_path))
+    assert made.startswith("A <!-- value: gpu.tflops random 128 128 forward -->4,321<!-- /value --> b\n\n<!-- table: ")
+    (line,) = [line for line in made.splitlines() if line.startswith("| random ") and "4,321" in line]
+    assert [cell.strip() for cell in line.strip("|").split("|")][:4] == ["random", "128", "5 %", "4,321"]
+    assert "commit fffffff" in made
+    assert docs_tables.rewritten(made, docs_tables.Records(tmp_path)) == made
+    record["kernels"]["provenance"]["quick"] = True
+    (tmp_path / "gpu.json").write_text(json.dumps(record), encoding="utf-8")
+    with pytest.raises(ValueError, match=r"gpu\.json must hold full runs, got kernels of a run with --quick"):
+        docs_tables.rewritten(page, docs_tables.Records(tmp_path))
 
 
-def test_the_ring_figures_in_the_docs_are_those_of_the_record(monkeypatch):
-    """The page's table; and that the record shows what the ring promises."""
-    monkeypatch.syspath_prepend(BENCHMARKS)
+@pytest.mark.parametrize(
+    ("page", "message"),
+    [
+        ("<!-- table: gpu.nothing --><!-- /table -->", "a table must be of headline, .*, got 'gpu.nothing'"),
+        ("<!-- value: gpu.nothing 1 -->2<!-- /value -->", "a value must be of gpu.tflops, .*, got 'gpu.nothing'"),
+        ("<!-- table: gpu.kernels -->", "every mark must have its end, got .*gpu.kernels"),
+        ("<!-- /value -->", "every mark must have its end, got .*/value"),
+        (
+            "<!-- table: gpu.calls --> <!-- table: gpu.kernels --><!-- /table -->",
+            "every mark must end before the next begins, got <!-- table: gpu.calls -->",
+        ),
+    ],
+)
+def test_a_wrong_mark_is_an_error(docs_tables, page, message):
+    with pytest.raises(ValueError, match=message):
+        docs_tables.rewritten(page, docs_tables.Records())
+
+
+def test_the_pictures_can_be_drawn_again(harness, tmp_path):
+    import plots
+
+    for name, (draw, source) in plots.RECORDS.items():
+        assert draw(record_of(source), tmp_path / f"{name}.png").stat().st_size > 10_000
+        assert draw({}, tmp_path / "none.png") is None
+
+
+def test_the_record_shows_what_the_ring_promises(harness):
     import ring
 
-    page = (BENCHMARKS.parent / "docs" / "ring.md").read_text(encoding="utf-8")
-    record = json.loads((BENCHMARKS / "results" / "ring.json").read_text(encoding="utf-8"))
-    assert "\n" + "\n".join(ring.table(record)) + "\n\n" in page
-    assert {row["ranks"] for row in record["rings"]} == {1, 2, 4, 8}
-    assert all(row["sent_bytes"] == row["least_bytes"] for row in record["rings"])
-    assert all(row["largest_difference"] < 1e-4 for row in record["rings"])
-    of = {(row["pattern"], row["ranks"]): row for row in record["rings"]}
+    record = record_of("ring")
+    rings = record["rings"]["rows"]
+    assert {row["ranks"] for row in rings} == {1, 2, 4, 8}
+    assert all(row["sent_bytes"] == row["least_bytes"] for row in rings)
+    assert all(row["largest_difference"] < 1e-4 for row in rings)
+    of = {(row["pattern"], row["ranks"]): row for row in rings}
     assert of["local_window", 8]["times_less"] >= 10
     assert of["dilated_sparse 95 %", 8]["times_less"] >= 5
-    for row in record["rings"]:  # n / p: so many tensors of a shard's size, and scratch
+    for row in rings:  # n / p: so many tensors of a shard's size, and scratch
         shard = row["tokens"] / row["ranks"] * ring.HEADS * ring.HEAD_DIM * 4
         assert row["peak_bytes_of_a_rank"] <= 32 * shard + (32 << 20)
-    balance = {(row["pattern"], row["ranks"], row["placement"]): row["slowest_to_mean"] for row in record["balance"]}
-    assert max(slowest for (_, _, kind), slowest in balance.items() if kind == "balanced") <= 1.1
-    told = f"{balance['causal', 8, 'contiguous']:.2f} × the mean contiguous, {balance['causal', 8, 'balanced']:.2f} ×"
-    assert told in page
+    balanced = [row["slowest_to_mean"] for row in record["balance"]["rows"] if row["placement"] == "balanced"]
+    assert max(balanced) <= 1.1
 
 
-def test_the_fates_in_the_docs_are_those_of_the_record():
+def test_the_record_shows_what_was_killed():
+    record = record_of("ring_faults")
     page = (BENCHMARKS.parent / "docs" / "ring.md").read_text(encoding="utf-8")
-    record = json.loads((BENCHMARKS / "results" / "ring_faults.json").read_text(encoding="utf-8"))
-    kinds = record["kinds"]
-    assert sum(kind["ranks"] for name, kind in kinds.items() if name.startswith("killed")) == 200
-    for name, kind in kinds.items():
-        assert f"| {name} | {kind['ranks']} | {kind['slowest_seconds']:.1f} |" in page
-    assert kinds["hangs in attention"]["slowest_seconds"] >= record["timeout"]
+    assert sum(kind["ranks"] for name, kind in record["kinds"].items() if name.startswith("killed")) == 200
+    assert record["kinds"]["hangs in attention"]["slowest_seconds"] >= record["timeout"]
     assert f"timeout of {record['timeout']:.0f} s" in page
 
 
 @pytest.fixture
-def memory(monkeypatch):
-    monkeypatch.syspath_prepend(BENCHMARKS)
+def memory(harness):
     import memory
 
     return memory
 
 
 @pytest.mark.skipif(not can_measure()[0], reason=can_measure()[1])
-def test_quick_run_of_the_memory_benchmark(memory, tmp_path, capsys):
+def test_quick_run_of_the_memory_benchmark(memory, harness, tmp_path, capsys):
     torch.use_deterministic_algorithms(False)
     out = tmp_path / "memory.json"
     argv = ["--quick", "--device", "cpu", "--only", "pool", "buffers", "seeds", "--out", str(out)]
-    assert memory.main(argv) == 0
+    assert harness.run(memory.BENCHMARK, argv) == 0
     record = json.loads(out.read_text(encoding="utf-8"))
-    printed = capsys.readouterr().out
-    assert json.loads(printed.splitlines()[-1]) == record["summary"]
+    claims = json.loads(capsys.readouterr().out.splitlines()[-1])["claims"]
+    assert len(claims) == 14
+    assert {claim["met"] for claim in claims.values()} == {None}  # such sizes are not judged
     assert {row["workload"] for row in record["pool"]["rows"]} == {"256 to 2048", "4K to 64K", "1024 alone"}
     for row in record["pool"]["rows"]:
         medians = [statistics.median(row["times"][name]) for name in ("plain", "pool")]
         assert row["speedup"] == pytest.approx(medians[0] / medians[1])
         assert row["peaks"]["plain"] > 0
     assert record["seeds"]["hierarchical"] > 0
-    assert "quick: sizes that mean nothing" in printed
     assert len(memory.plan_cases(memory.Setting("cpu", False))) * 2 >= 40
 
 
-def test_a_pool_that_changes_the_output_ends_the_memory_benchmark(memory, tmp_path, monkeypatch, capsys):
+def test_a_pool_that_changes_the_output_ends_the_memory_benchmark(memory, harness, tmp_path, monkeypatch, capsys):
     right = memory.block_sparse_attention
 
     def wrong(q, k, v, pattern, **options):
@@ -344,52 +480,73 @@ def test_a_pool_that_changes_the_output_ends_the_memory_benchmark(memory, tmp_pa
 
     monkeypatch.setattr(memory, "block_sparse_attention", wrong)
     argv = ["--quick", "--device", "cpu", "--only", "pool", "--out", str(tmp_path / "memory.json")]
-    assert memory.main(argv) == 1
-    assert "with a pool the output differs" in capsys.readouterr().err
+    assert harness.run(memory.BENCHMARK, argv) == 1
+    assert "with a pool differs from the output without by" in capsys.readouterr().err
 
 
-def test_an_output_that_is_wrong_ends_the_memory_benchmark(memory, tmp_path, monkeypatch, capsys):
+def test_an_output_that_is_wrong_ends_the_memory_benchmark(memory, harness, tmp_path, monkeypatch, capsys):
     right = memory.block_sparse_attention
     monkeypatch.setattr(memory, "block_sparse_attention", lambda *args, **options: right(*args, **options) * 1.001)
     argv = ["--quick", "--device", "cpu", "--only", "pool", "--out", str(tmp_path / "memory.json")]
-    assert memory.main(argv) == 1
-    assert "off by" in capsys.readouterr().err
+    assert harness.run(memory.BENCHMARK, argv) == 1
+    assert "ours differs from float64 in" in capsys.readouterr().err
 
 
-def test_the_decoding_benchmark_refuses_a_wrong_answer(monkeypatch, tmp_path, capsys):
-    monkeypatch.syspath_prepend(BENCHMARKS)
+def test_the_decoding_benchmark_refuses_a_wrong_answer(harness, monkeypatch, tmp_path, capsys):
     import decode
 
     out = tmp_path / "decode.json"
-    monkeypatch.setattr(sys, "argv", ["decode.py", "--tokens", "512", "--repeats", "1", "--out", str(out)])
-    decode.main()
-    rows = json.loads(out.read_text())["rows"]
+    argv = ["--device", "cpu", "--tokens", "512", "--repeats", "1", "--out", str(out)]
+    assert harness.run(decode.BENCHMARK, argv) == 0
+    rows = json.loads(out.read_text())["decode"]["rows"]
     assert [row["share"] for row in rows] == [0.01, 0.1]
     assert all(row["error"] < 2e-5 and row["times_faster"] > 0 for row in rows)
     monkeypatch.setattr(decode, "decode_attention", lambda q, k, v, pattern: q)
-    with pytest.raises(SystemExit, match=r"wrong: 512 tokens, share 0.01: error"):
-        decode.main()
+    assert harness.run(decode.BENCHMARK, argv) == 1
+    assert "512 tokens, share 0.01, batch 1: ours differs from float64 of a head by" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("wrong", [None, "ours", "composed"])
+def test_the_dilated_benchmark_refuses_a_wrong_answer(harness, monkeypatch, tmp_path, capsys, wrong):
+    import dilated
+    import tables
+
+    row = {way: {"ratio": 1.0} for way in ("forward", "backward", "step")}
+    monkeypatch.setattr(dilated, "row_of", lambda *args: row)
+    monkeypatch.setattr(dilated, "GATED", dilated.Branches((32, 64, 128), (1, 2, 4)))
+    monkeypatch.setitem(tables.TABLES, "dilated_cpu.rows", lambda section: (["rows"], []))
+    if wrong is not None:
+        right = getattr(dilated, wrong)
+        worse = lambda *args, **kwargs: right(*args, **kwargs) * (1 if "backend" in kwargs else 1.001)  # noqa: E731
+        monkeypatch.setattr(dilated, wrong, worse)
+    status = harness.run(dilated.BENCHMARK, ["--device", "cpu", "--quick", "--out", str(tmp_path / "x.json")])
+    assert status == (wrong is not None)
+    said = {"ours": "out: ours differs from float64", "composed": "the composition differs from ours", None: "skipped"}
+    assert said[wrong] in capsys.readouterr().err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a CUDA device, to interpret the kernels")
-def test_tuning_tries_every_kernel_and_refuses_a_wrong_one(monkeypatch, capsys):
+def test_tuning_tries_every_kernel_and_refuses_a_wrong_one(harness, monkeypatch, capsys):
     pytest.importorskip("triton", reason="needs triton, which there is for Linux alone")
-    monkeypatch.syspath_prepend(BENCHMARKS)
     import tune
     from dilated_attention_pytorch.kernels.configs import Config
 
     candidates = [Config(64, 64, 4, 1), Config(128, 64, 4, 1)]
     monkeypatch.setattr(tune, "PLAIN", candidates)
-    seconds = iter(range(100, 0, -1))  # the last one is the fastest
-    timing = {"seconds": lambda run: next(seconds), "rounds": 1}
-    rows = tune.tune_plain(16, torch.float32, 256, "cpu", **timing)
+    times = iter(range(100, 0, -1))  # the last one is the fastest
+    monkeypatch.setattr(
+        tune, "interleave", lambda runs, rounds, device: {name: Timing((float(next(times)),)) for name in runs}
+    )
+    job = harness.Job(Namespace(quick=True), "cpu")
+    trial = tune.Trial(job.gate, rounds=1, tokens=256, device="cpu")
+    rows = tune.tune_plain(job, trial, 16, torch.float32)
     assert [row["kernel"].partition(",")[0] for row in rows] == ["forward", "dq", "dkv"]
     assert all(row["best"] == candidates[1] and len(row["seconds"]) == 2 for row in rows)
-    assert "Configs(Config(128, 64, 4, 1), Config(128, 64, 4, 1), Config(128, 64, 4, 1))" in capsys.readouterr().out
+    assert "Configs(Config(128, 64, 4, 1), Config(128, 64, 4, 1), Config(128, 64, 4, 1))" in capsys.readouterr().err
     problem = tune.Problem(16, torch.float32, 256, "cpu")
-    with pytest.raises(tune.GateError, match="is off by"):
-        tune.tried({"wrong": lambda: (problem.out * 2, problem.lse)}, problem.want["forward"], **timing)
-    with pytest.raises(tune.GateError, match="the warp-specialised kernels cannot run on this GPU"):
+    with pytest.raises(harness.GateError, match=r"forward: \(1, 2\) differs from plain PyTorch"):
+        trial.seconds("forward", {(1, 2): lambda: (problem.out * 2, problem.lse)}, problem.want["forward"])
+    with pytest.raises(harness.GateError, match="the warp-specialised kernels cannot run on this GPU"):
         problem.hopper("forward", (64, 1, 2))
 
 
@@ -397,9 +554,9 @@ def test_tuning_tries_every_kernel_and_refuses_a_wrong_one(monkeypatch, capsys):
 def test_what_a_call_costs_the_host(tmp_path):
     pytest.importorskip("triton", reason="needs triton, which there is for Linux alone")
     env = {**os.environ, "TRITON_INTERPRET": "0"}  # in this process the kernels are made for the interpreter
-    command = [sys.executable, "-W", "ignore", BENCHMARKS / "host.py", "--calls", "20", "--out", tmp_path / "host.json"]
+    command = [sys.executable, "-W", "ignore", BENCHMARKS / "host.py", "--quick", "--out", tmp_path / "host.json"]
     subprocess.run(command, check=True, env=env, capture_output=True)
-    found = json.loads((tmp_path / "host.json").read_text())["microseconds"]
+    found = json.loads((tmp_path / "host.json").read_text())["calls"]["microseconds"]
     ways = ("forward, pattern", "forward, layout", "forward in training", "backward")
     assert list(found) == [*ways, *(f"{way}, operator" for way in ways)]
     assert all(value > 1 for value in found.values())

@@ -1,4 +1,4 @@
-"""Tile sizes by architecture, head dimension and dtype; benchmarks/results/gpu_steps.txt has what some of them gave.
+"""Tile sizes by architecture, head dimension and dtype; docs/dev/LOG.md has what some of them gave.
 
 A tile never spans more than a query block (times the heads packed with it) on the side that a program owns; on the side
 that it walks, a tile is part of a block or gathers several.

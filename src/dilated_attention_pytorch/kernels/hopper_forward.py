@@ -10,7 +10,7 @@ parity of the turn: how often the ring went round, counted over all tiles. The w
 matrix units in turns (`take_turn`, `hand_over`), so that one computes weights while the other multiplies.
 
 A scheduler has two warps to choose from, so time is how long one of them takes from block to block, and not what the
-units could do. Hence the care for the order of things; `benchmarks/results/gpu_steps.txt` has the numbers.
+units could do. Hence the care for the order of things; `docs/dev/LOG.md` has the numbers.
 """
 
 from collections.abc import Sequence
