@@ -11,7 +11,7 @@ def first_kept(selector, masses, grid):
     priority = grid.priority(masses)
     batch, lists, num_k = *masses.shape[:2], masses.shape[3]
     if isinstance(selector, SharedBudget):
-        teams, counts = priority.reshape(batch, 1, -1), masses.new_tensor([[selector.most(grid, lists)]])
+        teams, counts = priority.reshape(batch, 1, -1), masses.new_tensor([[selector.max_blocks(grid, lists)]])
     else:
         counts = masses.new_tensor(selector.counts(grid, lists))
         teams = priority.transpose(1, 2).flatten(2) if selector.across_heads else priority

@@ -85,7 +85,9 @@ def test_shares_serve_at_other_lengths():
     for selector in (EVEN, TopK(0.25), TopK(0.05, even=True), SharedBudget(0.1)):
         found = split_budget(masses, selector, tokens=2048, block_size=16, is_causal=True)
         grid = grid_of((8192, 8192), (16, 16), True, 1, 1, torch.device("cpu"))
-        assert sum(each.most(grid, 3) for each in found) == pytest.approx(4 * selector.most(grid, 3), rel=0.1)
+        assert sum(each.max_blocks(grid, 3) for each in found) == pytest.approx(
+            4 * selector.max_blocks(grid, 3), rel=0.1
+        )
 
 
 def test_bad_arguments():

@@ -60,7 +60,7 @@ _call: ContextVar[_Call | None] = ContextVar("a call over a ring", default=None)
 
 
 @contextmanager
-def refusing(group: dist.ProcessGroup) -> Iterator[None]:
+def broadcast_refusal(group: dist.ProcessGroup) -> Iterator[None]:
     """A call from its beginning: whatever stops it before `agree` is told to the others, so that they do not wait.
 
     A module's call holds that of its operator; the outermost tells.
@@ -95,7 +95,7 @@ def untraced(function: Callable[P, T]) -> Callable[P, T]:
 
 
 @lru_cache(maxsize=100)
-def told(what: object) -> str:
+def fingerprint(what: object) -> str:
     """A layout, pattern or placement as the ranks compare it: short, and different for different values."""
     if isinstance(what, BlockLayout):
         tensors, sizes = what.flatten()

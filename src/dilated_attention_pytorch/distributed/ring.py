@@ -41,7 +41,7 @@ from ..patterns import Branches, Causal, Pattern
 from ..patterns.base import check_flag
 from ..patterns.blocks import BLOCK_SIZES
 from ..patterns.branches import check_heads
-from .agreement import agree, digest, refusing, told, untraced
+from .agreement import agree, broadcast_refusal, digest, fingerprint, untraced
 from .exchange import Group, Pending, check_device, check_group, exchange, start
 from .plan import Part, Plan, Step, Work, make_plan, remember_plan, remembered_plan
 from .shard import Placement, check_placement
@@ -84,7 +84,7 @@ def ring_block_sparse_attention(
     """
     call: Any = {"is_causal": is_causal, "return_lse": return_lse, "backend": backend, **options}
     group = check_group(group)
-    with refusing(group):
+    with broadcast_refusal(group):
         if dist.get_world_size(group) == 1:
             _check_alone(placement, group, q, k, v)
             return block_sparse_attention(q, k, v, layout_or_pattern, **call)
@@ -123,7 +123,7 @@ def ring_dilated_attention(
     """
     call: Any = {"is_causal": is_causal, "return_lse": return_lse, "backend": backend, **options}
     group = check_group(group)
-    with refusing(group):
+    with broadcast_refusal(group):
         if dist.get_world_size(group) == 1:
             _check_alone(placement, group, q, k, v)
             return dilated_attention(
@@ -214,9 +214,9 @@ class _Call:
         self.what, self.is_causal = what, is_causal
         learning = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
         self.description = {
-            "pattern": told(what),
+            "pattern": fingerprint(what),
             "is_causal": str(is_causal),
-            "placement": "by the lengths of the shards" if placement is None else told(placement),
+            "placement": "by the lengths of the shards" if placement is None else fingerprint(placement),
             "batch": str(q.shape[0]),
             "heads": f"{q.shape[2]} of queries, {k.shape[2]} of keys",
             "head_dim": str(q.shape[3]),

@@ -17,7 +17,7 @@ from ..layout.eager import plain_cache
 from ..patterns import Causal, Pattern
 from ..patterns.base import check_flag, check_int
 from ..patterns.blocks import ceil_div, check_block_size
-from .agreement import agree, refusing, told
+from .agreement import agree, broadcast_refusal, fingerprint
 from .exchange import Group, check_device, check_group, or_broken
 
 # A placement is balanced if the slowest rank has no more than this times the mean work.
@@ -248,14 +248,14 @@ def unshard_sequence(x: Tensor, placement: Placement, *, group: Group, dim: int 
     the group call it together; a difference is an error on every rank that names it.
     """
     group = check_group(group)
-    with refusing(group):
+    with broadcast_refusal(group):
         check_placement(placement, group)
         _check_tokens(x, dim, placement.num_tokens(dist.get_rank(group)), "this rank's")
         check_device(group, x.device, "x")
         agree(
             group,
             {
-                "placement": told(placement),
+                "placement": fingerprint(placement),
                 "dim": str(dim),
                 "shape but for the tokens": str([size for i, size in enumerate(x.shape) if i != dim % x.ndim]),
                 "dtype": str(x.dtype),

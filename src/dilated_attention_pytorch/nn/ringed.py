@@ -9,7 +9,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch.distributed as dist
 
 from ..distributed import Placement
-from ..distributed.agreement import refusing, untraced
+from ..distributed.agreement import broadcast_refusal, untraced
 from ..distributed.exchange import Group, Shared, check_group
 from ..distributed.ring import whole_length
 
@@ -59,5 +59,5 @@ def heard_by_all(forward: Callable[P, T]) -> Callable[P, T]:
 
 @untraced
 def _over_ring(forward: Callable[..., T], module: Any, *args: Any, **options: Any) -> T:
-    with refusing(check_group(module.ring_group)):
+    with broadcast_refusal(check_group(module.ring_group)):
         return forward(module, *args, **options)

@@ -85,7 +85,7 @@ def _steps(tried: list[TopK | SharedBudget], share: float, masses: Tensor, grid:
     share that was asked for."""
     steps: list[Step] = []
     for selector in tried:
-        blocks = selector.most(grid, masses.shape[1])
+        blocks = selector.max_blocks(grid, masses.shape[1])
         if not steps or blocks > steps[-1].blocks:
             kept = masses.where(selector.keep(masses, grid), 0.0).sum(dtype=torch.float64)
             steps.append(Step(selector, blocks, float(kept)))

@@ -79,13 +79,13 @@ class Grid:
 class Selector(Protocol):
     """Which blocks of `masses` [batch, lists, query blocks, key blocks] to keep.
 
-    `keep` gives a bool mask; what cannot be seen may be in it, for nothing. `most` is at most how many blocks of a
+    `keep` gives a bool mask; what cannot be seen may be in it, for nothing. `max_blocks` bounds how many blocks of a
     sample it keeps, an int that depends on no input. `opened` is the selector on its way (0) to keeping all (1).
     """
 
     def keep(self, masses: Tensor, grid: Grid) -> Tensor: ...
 
-    def most(self, grid: Grid, lists: int) -> int: ...
+    def max_blocks(self, grid: Grid, lists: int) -> int: ...
 
     def opened(self, opening: float) -> Selector: ...
 
@@ -106,11 +106,11 @@ class SharedBudget:
     def opened(self, opening: float) -> SharedBudget:
         return replace(self, share=_towards_one(self.share, opening))
 
-    def most(self, grid: Grid, lists: int) -> int:
+    def max_blocks(self, grid: Grid, lists: int) -> int:
         return max(round(self.share * sum(grid.num_visible) * lists), sum(grid.num_forced) * lists)
 
     def keep(self, masses: Tensor, grid: Grid) -> Tensor:
-        return _first(grid.priority(masses).flatten(1), self.most(grid, masses.shape[1])).view_as(masses)
+        return _first(grid.priority(masses).flatten(1), self.max_blocks(grid, masses.shape[1])).view_as(masses)
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ class TopK:
             counts.append(max(round(wanted * lists), forced * lists, min(visible, 1)))
         return counts
 
-    def most(self, grid: Grid, lists: int) -> int:
+    def max_blocks(self, grid: Grid, lists: int) -> int:
         return sum(self.counts(grid, lists)) * (1 if self.across_heads else lists)
 
     def keep(self, masses: Tensor, grid: Grid) -> Tensor:
@@ -176,8 +176,8 @@ class CumulativeMass:
             return SharedBudget(1.0)  # rounded masses may add up to 1 before the last block
         return CumulativeMass(_towards_one(self.mass, opening), _towards_one(self.at_most, opening))
 
-    def most(self, grid: Grid, lists: int) -> int:
-        return SharedBudget(self.at_most).most(grid, lists)
+    def max_blocks(self, grid: Grid, lists: int) -> int:
+        return SharedBudget(self.at_most).max_blocks(grid, lists)
 
     def keep(self, masses: Tensor, grid: Grid) -> Tensor:
         order = grid.priority(masses).sort(dim=-1, descending=True, stable=True).indices
@@ -203,8 +203,8 @@ class RelativeThreshold:
             return SharedBudget(1.0)
         return RelativeThreshold(self.ratio * (1.0 - opening), _towards_one(self.at_most, opening))
 
-    def most(self, grid: Grid, lists: int) -> int:
-        return SharedBudget(self.at_most).most(grid, lists)
+    def max_blocks(self, grid: Grid, lists: int) -> int:
+        return SharedBudget(self.at_most).max_blocks(grid, lists)
 
     def keep(self, masses: Tensor, grid: Grid) -> Tensor:
         return _at_most(self, masses, masses >= self.ratio * masses.amax(-1, keepdim=True), grid)
@@ -391,7 +391,7 @@ def select_blocks(
 
 def _places(selector: Selector, grid: Grid, lists: int) -> int:
     """Of a sample."""
-    return min(selector.most(grid, lists), sum(grid.num_visible) * lists)
+    return min(selector.max_blocks(grid, lists), sum(grid.num_visible) * lists)
 
 
 def _kernels(q: Tensor) -> ModuleType | None:
@@ -471,7 +471,7 @@ def scorer_of(scorer: str | Scorer) -> Scorer:
 
 
 def check_selector(selector: Selector) -> Selector:
-    methods = (callable(getattr(selector, name, None)) for name in ("keep", "most", "opened"))
+    methods = (callable(getattr(selector, name, None)) for name in ("keep", "max_blocks", "opened"))
     if isinstance(selector, type) or not all(methods):
         raise TypeError(f"selector must be SharedBudget(share), TopK(share) or another Selector, got {shown(selector)}")
     return selector

@@ -1,6 +1,7 @@
 """How much memory a call will take, by arithmetic: plans, the longest sequence that fits, recommendations."""
 
-from .plan import AttentionConfig, MemoryPlan, Recommendation, max_sequence_length, plan_memory, recommend
+from .advice import Recommendation, recommend
+from .plan import AttentionConfig, MemoryPlan, max_sequence_length, plan_memory
 
 __all__ = [
     "AttentionConfig",
