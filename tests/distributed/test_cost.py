@@ -33,14 +33,16 @@ PATTERNS = {
 
 
 def measured(ranks, placement, attend, *rest):
-    """The most bytes that a rank received forward: what it sends back, backward, beyond what it sent forward."""
+    """The most bytes that a rank received forward, and sent. What it sends back, backward, beyond what it sent forward
+    is what it received."""
     size = placement.world_size
     x, keys = torch.randn(2, SEQ, 4, 8, dtype=torch.float64), torch.randn(2, SEQ, 2, 8, dtype=torch.float64)
     shards = ByRank()
     for rank in range(size):
         q, k = (torch.cat([t[:, run] for run in placement.tokens(rank)], 1) for t in (x, keys))
         shards.append((q, k, k, q, torch.zeros(2, 4, q.shape[1]), {}))
-    return max(backward - forward for *_, (forward, backward) in ranks.run(size, attend, shards, *rest))
+    sent, back = zip(*(bytes_ for *_, bytes_ in ranks.run(size, attend, shards, *rest)), strict=True)
+    return max(b - a for a, b in zip(sent, back, strict=True)), max(sent)
 
 
 @pytest.mark.parametrize("name", PATTERNS)
@@ -50,7 +52,7 @@ def test_bytes_are_those_of_a_real_ring(ranks, name, size, kind):
     placement = getattr(Placement, kind)(SEQ, size, block_size=32)
     cost = ring_cost(PATTERNS[name], SEQ, size, **DEVICE, placement=placement, block_size=32, **SHAPE)
     options = {"placement": placement}
-    assert cost.received_bytes == measured(ranks, placement, work.attend, PATTERNS[name], options)
+    assert (cost.received_bytes, cost.sent_bytes) == measured(ranks, placement, work.attend, PATTERNS[name], options)
     assert cost.full_ring_bytes == (SEQ - min(placement.num_tokens(r) for r in range(size))) * 2 * 2 * 2 * 8 * 8
     assert cost.tokens == max(placement.num_tokens(r) for r in range(size))
 
@@ -60,7 +62,8 @@ def test_bytes_of_branches_are_those_of_a_real_ring(ranks):
     placement = Placement.contiguous(SEQ, 4, block_size=32)
     cost = ring_cost(Branches(**branches), SEQ, 4, **DEVICE, placement=placement, is_causal=True, **SHAPE)
     options = {**branches, "placement": placement, "is_causal": True}
-    assert cost.received_bytes == measured(ranks, placement, work.attend_dilated_counted, options)
+    expected = measured(ranks, placement, work.attend_dilated_counted, options)
+    assert (cost.received_bytes, cost.sent_bytes) == expected
 
 
 def test_ten_times_less_for_a_window_and_five_for_a_sparse_dilated_pattern():
@@ -96,3 +99,52 @@ def test_balance_and_layouts():
     assert contiguous.balance == pytest.approx((13 + 14 + 15 + 16) / (136 / 4))
     zigzag = ring_cost(layout, 2048, 4, is_causal=True, placement=Placement.zigzag(2048, 4), **shape)
     assert zigzag.balance == 1.0
+
+
+def exhaustive(pattern, size, block):
+    """Bytes that each rank receives of each, from the block mask: [ranks, ranks], of one head and one value a key."""
+    mask = BlockLayout.from_pattern(pattern, size * block, block_size=block).to_block_mask()
+    return mask.long().fill_diagonal_(0) * 2 * 2 * block * 16 * 2  # keys and values of 2 heads × 16, half precision
+
+
+ONE_BLOCK_A_RANK = {
+    "back": SlidingWindow(300, 0),
+    "forth": SlidingWindow(0, 300),
+    "both": SlidingWindow(200, 200),
+    "global": GlobalTokens(128) | SlidingWindow(200, 0),
+    "causal": Causal(),
+    "anticausal": SlidingWindow(0, None),
+    "full": Full(),
+}
+
+
+@pytest.mark.parametrize("name", ONE_BLOCK_A_RANK)
+@pytest.mark.parametrize("num_ranks", [3, 4, 8, 24])
+def test_a_sample_of_the_ranks_finds_the_most_that_any_does(name, num_ranks):
+    """Looking at some ranks used to leave out the first, which sees most where a query looks ahead, and counted what
+    ranks receive but not what they send: global tokens come from one rank, to all others."""
+    size, pattern = 24, ONE_BLOCK_A_RANK[name]
+    cost = ring_cost(pattern, size * 128, size, **DEVICE, heads=2, head_dim=16, num_ranks=num_ranks)
+    table = exhaustive(pattern, size, 128)
+    assert cost.received_bytes == table.sum(1).max()
+    assert cost.steps == (table > 0).sum(1).max()
+    if num_ranks == size or name not in ("causal", "anticausal"):
+        assert cost.sent_bytes == table.sum(0).max()
+    else:  # who is not looked at is taken to receive as much at that distance as any other does
+        assert table.sum(0).max() <= cost.sent_bytes <= cost.full_ring_bytes
+
+
+@pytest.mark.parametrize("name", ["back", "global", "causal", "full"])
+def test_time_of_messages_both_ways(name):
+    """Where computing takes no time, each step is its larger message; backward each way carries both."""
+    size, rates = 12, {"flops": 1e30, "bandwidth": 1e9, "latency": 1e-6}
+    cost = ring_cost(ONE_BLOCK_A_RANK[name], size * 128, size, **rates, heads=2, head_dim=16, num_ranks=size)
+    table = exhaustive(ONE_BLOCK_A_RANK[name], size, 128)
+    forward, backward = [], []
+    for rank in range(size):
+        steps = [(table[rank, (rank - d) % size], table[(rank + d) % size, rank]) for d in range(1, size)]
+        steps = [(int(received), int(sent)) for received, sent in steps if received or sent]
+        forward.append(sum(max(step) / 1e9 + 1e-6 for step in steps))
+        backward.append(sum(sum(step) / 1e9 + 2e-6 for step in steps))
+    assert cost.forward_seconds == pytest.approx(max(forward))
+    assert cost.backward_seconds == pytest.approx(max(backward))

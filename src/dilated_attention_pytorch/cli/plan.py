@@ -99,7 +99,7 @@ def _ring(config: AttentionConfig, tokens: int, plan: MemoryPlan) -> str:
         itemsize=shape.dtype.itemsize,
         flops=1.0,
         bandwidth=1.0,
-        num_ranks=2,
+        num_ranks=3,
     )
     return (
         f"Ring of {plan.world_size}: a rank receives {as_text(cost.received_bytes)} of keys and values a layer, in "
