@@ -44,15 +44,15 @@ def test_near_float64(seq):
     assert (lower.cpu().double() - want).norm() < 0.03 * want.norm()
 
 
-def test_token_by_token_in_bfloat16():
+def test_part_by_part_in_bfloat16():
     torch.manual_seed(0)
     model, tokens = LongNetLM(CONFIG).cuda().bfloat16().eval(), tokens_of(1100).cuda()
     with torch.no_grad():
         want = model(tokens).float()
         cache = KVCache(CONFIG.branches, 1100)
-        model(tokens[:, :1000], cache=cache)
-        got = torch.cat([model(tokens[:, t : t + 1], cache=cache) for t in range(1000, 1100)], dim=1).float()
-    assert (got - want[:, 1000:]).norm() < 0.03 * want[:, 1000:].norm()
+        parts = tokens.split([300, 400, *[1] * 50, 7, 1, 342], dim=1)
+        got = torch.cat([model(part, cache=cache) for part in parts], dim=1).float()
+    assert (got - want).norm() < 0.03 * want.norm()
 
 
 def test_a_future_byte_never_changes_the_past():

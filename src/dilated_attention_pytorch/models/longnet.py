@@ -190,8 +190,8 @@ class KVCache:
             return k, v
         # From here on segments and offsets are those of a sequence that begins here. Positions that are not stored
         # any more come back as others: no branch holds them for a new token.
-        first = self.length // math.lcm(*self.branches.segment_lengths) * math.lcm(*self.branches.segment_lengths)
-        slot = torch.arange(first, self.length, device=k.device) % self.slots
+        period = math.lcm(*self.branches.segment_lengths)
+        slot = torch.arange(self.length // period * period, self.length, device=k.device) % self.slots
         return tuple(
             torch.cat([stored[:, slot], new], dim=1) for stored, new in zip(self._stored[layer], (k, v), strict=True)
         )
