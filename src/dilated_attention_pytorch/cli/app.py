@@ -235,17 +235,19 @@ def plan(
         typer.Option(min=0.001, help="GiB of each device.", show_default="all of it"),
     ] = None,
     world_size: Annotated[int, typer.Option(min=1, help="Devices of a ring.")] = 1,
-    seeds: Annotated[bool, typer.Option(help="The tables of the design documents, recomputed.")] = True,
+    tables: Annotated[
+        bool, typer.Option("--tables", help="Also the tables of the design documents, for older GPUs, planned anew.")
+    ] = False,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """What a call of attention holds, how long a sequence can be, and the seeds' tables recomputed.
+    """What a call of attention holds in memory, and how long a sequence can be.
 
     Nothing is allocated: this is arithmetic on shapes, also for devices that are not here.
 
     \b
     dilated-attention plan --tokens 1000000 --device H200 --training
-    dilated-attention plan window:4096 --tokens 500000 --device A100 --no-seeds
+    dilated-attention plan window:4096 --tokens 500000 --device A100
     dilated-attention plan full --causal --tokens 32768 --json
     """
 
@@ -263,7 +265,7 @@ def plan(
             device=device,
             budget_gib=budget,
             world_size=world_size,
-            seeds=seeds and not as_json,
+            tables=tables and not as_json,
         )
 
     reported(planned, as_json=as_json, debug=debug)

@@ -23,10 +23,15 @@ VARIANTS: dict[str, SparsePatternConfig | None] = {
     "99% Sparse": SparsePatternConfig(sparsity_ratio=0.01),
     "Hierarchical": SparsePatternConfig(pattern_type="hierarchical"),
 }
-SEEDS_16K = {"Dense": 0.539, "90% Sparse": 0.531, "95% Sparse": 0.531, "99% Sparse": 0.531, "Hierarchical": 2.208}
-SEEDS_BY_LENGTH = {4096: 0.133, 8192: 0.266, 16384: 0.531, 32768: 1.063}
-SEEDS_LONGEST = {"GTX 1080": ("65K", "65K"), "V100": ("130K", "400K"), "A100": ("200K", "1M+"), "H100": ("200K", "1M+")}
-SEEDS_RING = {("GTX 1080", 2): "130K", ("V100", 4): "1.6M", ("A100", 8): "8M+"}
+DOCUMENTED_16K = {"Dense": 0.539, "90% Sparse": 0.531, "95% Sparse": 0.531, "99% Sparse": 0.531, "Hierarchical": 2.208}
+DOCUMENTED_BY_LENGTH = {4096: 0.133, 8192: 0.266, 16384: 0.531, 32768: 1.063}
+DOCUMENTED_LONGEST = {
+    "GTX 1080": ("65K", "65K"),
+    "V100": ("130K", "400K"),
+    "A100": ("200K", "1M+"),
+    "H100": ("200K", "1M+"),
+}
+DOCUMENTED_RING = {("GTX 1080", 2): "130K", ("V100", 4): "1.6M", ("A100", 8): "8M+"}
 
 
 def run(
@@ -37,7 +42,7 @@ def run(
     device: str | None,
     budget_gib: float | None,
     world_size: int,
-    seeds: bool,
+    tables: bool,
     **options: Any,
 ) -> Document:
     """Print the plan, the longest sequence and a recommendation. FailedError if the plan does not fit."""
@@ -45,11 +50,13 @@ def run(
     budget = where.budget if budget_gib is None else int(budget_gib * GIB)
     where = replace(where, budget=budget)
     plan = plan_memory(config, tokens, world_size=world_size, device=where, **options)
-    console.print(_table(plan, tokens, training=options["training"]))
     longest = max_sequence_length(config, where, world_size=world_size, **options)
     room = f"{as_text(budget)} on {where.name}"
     document = {**as_document(plan), "longest": longest}
-    console.print(f"Longest sequence in {room}, {plan.world_size} device(s): {longest:,} tokens.")
+    fits = "fit" if plan.fits else "do not fit"
+    console.print(f"{tokens:,} tokens take {as_text(plan.peak_bytes)} and {fits} {room}.", style="bold")
+    console.print(f"Longest sequence in {room}, {plan.world_size} device(s): {longest:,} tokens.\n")
+    console.print(_table(plan, tokens, training=options["training"]))
     if plan.world_size > 1:
         document["ring"] = _ring(config, tokens, plan)
         console.print(document["ring"], soft_wrap=True)
@@ -59,8 +66,8 @@ def run(
     document["advice"] = _advice(tokens, where, **advice, **sizes)
     for line in document["advice"]:
         console.print(f"  {line}", soft_wrap=True)
-    if seeds:
-        for made in seed_tables():
+    if tables:
+        for made in documented_tables():
             console.print()
             console.print(made)
     if not plan.fits:
@@ -130,31 +137,31 @@ def _table(plan: MemoryPlan, tokens: int, *, training: bool) -> Table:
     return made
 
 
-def seed_tables() -> list[Table]:
-    """The seeds' tables: 8 heads x 64, float16, one sample, forward."""
+def documented_tables() -> list[Table]:
+    """The tables of the design documents, planned anew: 8 heads x 64, float16, one sample, forward."""
     options: dict[str, Any] = {"dtype": torch.float16, "device": "GTX 1080"}
     configs = {name: AttentionConfig.of(config or Full()) for name, config in VARIANTS.items()}
 
     def gigabytes(name: str, tokens: int, **more: Any) -> str:
         return f"{plan_memory(configs[name], tokens, **{**options, **more}).peak_bytes / 1e9:.3f} GB"
 
-    peaks = table("variant", "seeds, measured", "planned", title="Peak memory, 16,384 tokens, GTX 1080")
-    for name, theirs in SEEDS_16K.items():
+    peaks = table("variant", "documented, measured", "planned", title="Peak memory, 16,384 tokens, GTX 1080")
+    for name, theirs in DOCUMENTED_16K.items():
         peaks.add_row(name, f"{theirs:.3f} GB", gigabytes(name, 16384))
     named = ("Dense", "95% Sparse", "99% Sparse")
-    lengths = table("tokens", "seeds, all three", *named, title="Peak memory by length, GTX 1080, planned")
-    for tokens, theirs in SEEDS_BY_LENGTH.items():
+    lengths = table("tokens", "documented, all three", *named, title="Peak memory by length, GTX 1080, planned")
+    for tokens, theirs in DOCUMENTED_BY_LENGTH.items():
         lengths.add_row(f"{tokens:,}", f"{theirs:.3f} GB", *(gigabytes(name, tokens) for name in named))
 
     def longest(name: str, gpu: str, world_size: int = 1) -> str:
         tokens = max_sequence_length(configs[name], gpu, dtype=torch.float16, world_size=world_size)
         return f"{tokens:,}"
 
-    single = table("GPU", "memory", "seeds: dense, 99%", "Dense", "99% Sparse", title="Longest sequence, one GPU")
-    for gpu, said in SEEDS_LONGEST.items():
+    single = table("GPU", "memory", "documented: dense, 99%", "Dense", "99% Sparse", title="Longest sequence, one GPU")
+    for gpu, said in DOCUMENTED_LONGEST.items():
         memory = as_text(Device.of(gpu).budget)
         single.add_row(gpu, memory, ", ".join(said), longest("Dense", gpu), longest("99% Sparse", gpu))
-    ring = table("devices", "seeds: 99%", "99% Sparse", title="Longest sequence, a ring")
-    for (gpu, count), reach in SEEDS_RING.items():
+    ring = table("devices", "documented: 99%", "99% Sparse", title="Longest sequence, a ring")
+    for (gpu, count), reach in DOCUMENTED_RING.items():
         ring.add_row(f"{count} x {gpu}", reach, longest("99% Sparse", gpu, count))
     return [peaks, lengths, single, ring]
