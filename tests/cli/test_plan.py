@@ -107,10 +107,10 @@ def test_segments_and_dense(command):
 def test_the_ring_of_the_docs_is_the_planned_one():
     """docs/ring.md, and the same rows in the command."""
     page = (Path(__file__).parents[2] / "docs" / "ring.md").read_text(encoding="utf-8")
-    ring = plan.seed_tables()[-1]
+    ring = plan.documented_tables()[-1]
     cells = [list(column.cells) for column in ring.columns]
     assert len(cells[0]) == 3
     for row in zip(*cells, strict=True):
         assert f"| {' | '.join(row)} |" in page
-    alone = next(iter(plan.seed_tables()[2].columns[-1].cells))
+    alone = next(iter(plan.documented_tables()[2].columns[-1].cells))
     assert f"less than one alone ({alone} tokens)" in page
