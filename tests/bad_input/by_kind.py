@@ -236,6 +236,7 @@ CALLS = {
         | {"is_causal": FLAG, "sink": COUNT, "local": COUNT},
     ),
     "ops.merge_attention": ({"outs": [QUERY], "lses": [torch.ones(2, 4, 32)]}, {"outs": None, "lses": None}),
+    "ops.set_fast_path": ({"enabled": True}, {"enabled": FLAG}),
     "ops.TopK": ({"share": 0.5}, {"share": SHARE, "even": FLAG, "across_heads": FLAG}),
     "ops.SharedBudget": ({"share": 0.5}, {"share": SHARE}),
     "ops.CumulativeMass": ({"mass": 0.5}, {"mass": SHARE, "at_most": SHARE}),
