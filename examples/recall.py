@@ -65,7 +65,7 @@ def train(way: str, args: argparse.Namespace) -> dict[str, object]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.rate, weight_decay=0.0)
     schedule = SparsitySchedule(model, steps=max(1, args.steps // 2), dense_steps=args.steps // 4)
     if way == "sparse":
-        schedule.load_state_dict({"taken": 0, "closed": schedule.steps})
+        schedule.load_state_dict({**schedule.state_dict(), "closed": schedule.steps})
     started = time.perf_counter()
     for step in range(args.steps):
         tokens, targets = batch_of(args.batch, args.pairs, args.block, args.device)
