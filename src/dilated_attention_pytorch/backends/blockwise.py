@@ -391,7 +391,7 @@ def workspace(request: SizeRequest) -> Workspace:
 
 
 def _scratch_of(cut: Cut, lists: ListSize, *, shared_by: int = 1, rows: int, scores: int) -> int:
-    """Numbers in the buffers of a share: so many of the rows of a unit, so many of the scores of a tile."""
+    """Numbers in the buffers of a share: `rows` of a unit's rows, `scores` of a tile's scores, and the others."""
     row = cut.stacked * lists.block_q * cut.head_dim
     rows_of_unit = ceil_div(ceil_div(lists.num_q_blocks, lists.num_residues), cut.num_ranges(shared_by))
     width = min(cut.piece, max(1, lists.widest))

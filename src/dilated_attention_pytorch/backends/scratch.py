@@ -12,14 +12,14 @@ from torch import Tensor
 from ..memory import active_source
 from .base import compute_dtype
 
-LEFT = 1 << 26  # bytes that calls on a CPU leave to the next, at most
+LEFT = 1 << 26  # most bytes that calls on a CPU leave to the next
 
 
 class Scratch:
-    """Named buffers that one call uses again and again: fresh memory costs page faults, more than the arithmetic.
+    """Named buffers that a call reuses for all its tiles: page faults of fresh memory cost more than the arithmetic.
 
-    They are drawn from `memory.active_source()` where there is one, and are free again when the call has ended. Without
-    one, a call on a CPU leaves its buffers to the next, `LEFT` bytes of them at most.
+    They come from `memory.active_source()` if there is one, and are free again when the call has ended. Without one, a
+    call on a CPU leaves its buffers, up to `LEFT` bytes of them, to the next call.
     """
 
     idle: ClassVar[list[tuple[int, dict[str, Tensor]]]] = []  # of calls that have ended: bytes and buffers

@@ -1,7 +1,7 @@
-"""What a backend is asked for a plan of memory, and what it answers.
+"""The request and the result of `workspace`, by which the planner asks a backend what it allocates.
 
-Every backend has `workspace(request)`: the bytes that it allocates besides what it returns. It stands in the module
-that allocates them, so that who changes the one sees the other.
+Every backend has `workspace(request)`: the bytes that it allocates besides its results. It is in the module that
+allocates them, so that both are changed together.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Shape:
 
     @property
     def compute(self) -> int:
-        """Bytes of a number that is computed with."""
+        """Bytes of a number in the compute dtype."""
         return compute_dtype(self.dtype).itemsize
 
 
@@ -69,7 +69,7 @@ class SizeRequest:
 
 
 class Workspace(NamedTuple):
-    """Bytes that a call newly allocates besides its results, at most at a time."""
+    """Peak bytes that a call allocates besides its results."""
 
     forward: int
     backward: int

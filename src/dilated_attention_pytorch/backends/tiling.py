@@ -54,7 +54,7 @@ class Tile:
     rows: Tensor | slice  # which rows of the unit
     query_blocks: Tensor  # the same, as query blocks of the sequence
     blocks: Tensor  # key blocks [num, width]
-    num_full: int  # of them, the first so many are full
+    num_full: int  # how many of them, the first, are full
     rule_ids: Tensor | None  # [num, width − num_full]
     times: Tensor | None  # [num, width] how often the pairs of a block count, 0 where they differ; None: once
     first: bool  # no earlier piece of these rows
@@ -62,11 +62,11 @@ class Tile:
 
 
 class Cut:
-    """How finely a call is cut: decided by its sizes alone, so that a plan of memory can ask the same.
+    """How finely a call is cut, as a function of its sizes, so that `workspace` can ask the same.
 
     Args:
-        grid: the layout, or how long its lists will be.
-        list_heads: lists a sample.
+        grid: the layout, or the predicted size of its lists.
+        list_heads: lists of a sample.
         blocks: active blocks of all lists.
     """
 
@@ -80,7 +80,7 @@ class Cut:
         # Query heads stacked into one tile: all of a key head, unless each has its own list.
         self.stacked = 1 if list_heads > self.key_heads else group
         uses = group // self.stacked * blocks / (grid.num_lists * grid.num_k_blocks)
-        # Whether the keys of a head are blocks of numbers to compute with as they are.
+        # Whether the keys of a head can be used in place, as whole blocks in the compute dtype.
         whole = shape.seq_k % grid.block_k == 0 and grid.num_residues == 1
         self.plain = whole and shape.dtype == compute_dtype(shape.dtype)
         self.copied = uses > REUSE or not self.plain
@@ -88,7 +88,7 @@ class Cut:
         self.piece = max(1, PIECE // grid.block_k)  # blocks
 
     def share(self, num: int) -> Self:
-        """For one of so many shares of the call: with its part of the cache."""
+        """For one of `num` shares of the call, which shares the cache with the others."""
         share = copy(self)
         share.enlarge = self.enlarge / num
         return share
@@ -100,14 +100,14 @@ class Cut:
     def num_backward_shares(self, threads: int) -> int:
         """The same in the backward.
 
-        How many depends on the heads alone, so that a sample's bits do not depend on its batch; and copies of key
-        heads, one for each share, stay a small part of what the call holds anyway.
+        It depends on the heads alone, so that a sample is bitwise the same in any batch; and the copies of key heads,
+        one for each share, stay small beside the tensors of the call.
         """
         heads = self.key_heads // HEADS_A_COPY if self.copied else self.key_heads
         return max(1, min(heads, self.num_shares(threads)))
 
     def num_ranges(self, shared_by: int = 1) -> int:
-        """Ranges of the query blocks of a residue; where key heads come one after the other, enough for all shares."""
+        """Ranges of the query blocks of a residue; with copied keys, enough for all shares."""
         elements, in_parts = RANGE_DIRECT, 1
         if self.copied:
             elements, in_parts = RANGE_COPIED, 2 * shared_by if shared_by > 1 else 1
@@ -117,7 +117,7 @@ class Cut:
         return min(num, ceil_div(parts, in_parts) * in_parts)
 
     def rows_at_once(self, width: int) -> int:
-        """How many rows with so many key blocks make a tile."""
+        """How many rows of `width` key blocks make a tile."""
         scores = self.stacked * self.grid.block_q * width * self.grid.block_k
         return max(1, int(self.enlarge * TILE_SCORES) // scores)
 
@@ -126,7 +126,7 @@ class Tiling(Cut):
     """A call that is cut into units and these into tiles."""
 
     def __init__(self, q: Tensor, k: Tensor, layout: BlockLayout, *, masked: bool) -> None:
-        """`masked`: whether the call brings a mask of its own."""
+        """`masked`: whether the call has a mask of its own."""
         lists, on_cpu = layout.by_query, q.device.type == "cpu"
         super().__init__(
             Shape.of(q, k), layout, list_heads=layout.num_heads or 1, blocks=len(lists.indices), on_cpu=on_cpu
@@ -187,7 +187,7 @@ class Tiling(Cut):
         return offsets[row], splits[row], offsets[1:][row]
 
     def empty_rows(self, unit: Unit) -> Tensor:
-        """The rows without any block: no tile speaks of them."""
+        """The rows without any block, which are in no tile."""
         start, _, stop = self._edges(unit)
         return (start == stop).nonzero()[:, 0].to(self.device)
 
@@ -241,4 +241,4 @@ def largest_buffers(seq_len: int, head_dim: int) -> list[int]:
     """Numbers in each of the largest buffers of a call with as many queries as keys, on a CPU."""
     head = seq_len * head_dim
     rows, scores = min(head, RANGE_COPIED), min(seq_len * seq_len, TILE_SCORES)
-    return [head, head, rows, rows, rows, scores, scores]  # keys, values, three of rows, scores and what they meet
+    return [head, head, rows, rows, rows, scores, scores]  # keys, values, three of rows, two of scores

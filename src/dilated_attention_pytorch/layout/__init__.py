@@ -1,4 +1,4 @@
-"""Which blocks: a pattern, for given lengths and block sizes, as lists of active blocks."""
+"""Layouts: the active blocks of a pattern, as lists, for given lengths and block sizes."""
 
 from .branches import layout_of_branches
 from .cache import (

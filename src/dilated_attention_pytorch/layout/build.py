@@ -4,9 +4,9 @@ A pattern is first written as a union of terms, each one token interval and any 
 hold. Every term then lists its candidate blocks for a few rows at a time; lists are intersected and joined by sorting.
 No step looks at pairs of blocks that no rule names.
 
-What concerns whole rows, above all how many blocks each has, is worked out on the host, and the blocks are listed on
-the device. It is waited for only where their number depends on what was listed: in unions and intersections of rules,
-and in dilated blocks that may run dry before their budget.
+Everything about whole rows, above all how many blocks each has, is computed on the host, and the blocks are listed on
+the device. The host synchronises with the device only where the number of blocks depends on what was listed: in unions
+and intersections of rules, and in dilated blocks that may have fewer candidates than their budget.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ MAX_INTERVALS = 6
 MAX_TERMS = 64
 
 
-# Intervals that are a whole pattern with a name.
+# Intervals that are a whole pattern, and its name.
 WHOLE = {EVERYTHING: "full", EVERYTHING & Interval(right=0): "causal"}
 
 
@@ -116,7 +116,7 @@ def _(pattern: And) -> list[Term]:
 
 
 def kind_of(pattern: Pattern) -> str | None:
-    """The name of the whole pattern that this one is for all heads, "full" or "causal", if it is one."""
+    """`BlockLayout.kind`: "full" or "causal" if the pattern is that for all heads."""
     heads = set(pattern.patterns) if isinstance(pattern, PerHead) else {pattern}
     terms = terms_of(next(iter(heads)))
     alone = len(heads) == 1 and len(terms) == 1 and not terms[0].rules
@@ -124,7 +124,7 @@ def kind_of(pattern: Pattern) -> str | None:
 
 
 def documents_of(pattern: Pattern) -> set[Documents]:
-    """The packings that a pattern speaks of."""
+    """The different `Documents` in a pattern."""
     if isinstance(pattern, Documents):
         return {pattern}
     parts = getattr(pattern, "parts", ()) or getattr(pattern, "patterns", ())
@@ -188,8 +188,8 @@ def find_blocks(
     """The lists of a union of terms, a few rows at a time, in order.
 
     Args:
-        named: the number of the first of their rules; None if they have one rule and it goes without saying.
-        starts: of the documents, where a term speaks of them.
+        named: the number of the first of their rules; None if they have one rule, which needs no ids.
+        starts: of the documents, if a term depends on them.
         query_blocks: the rows that are asked for, ascending; all by default.
     """
     (seq_q, seq_k), (block_q, block_k) = lengths, blocks
@@ -299,7 +299,7 @@ def _row_chunks(
     )  # fmt: skip
     alone = [(term.interval, span) for term, span in zip(terms, spans, strict=True) if span and not term.rules]
     touched = (min(ceil_div(seq_k, block_k), (i.left + i.right + block_q) // block_k + 2) for i, _ in alone)
-    if num_rows * (width + sum(touched)) <= CHUNK:  # at most: then nobody need count
+    if num_rows * (width + sum(touched)) <= CHUNK:  # an upper bound: no need to count
         return [(0, num_rows)]
     counts = torch.full((num_rows,), width, device=HOST)
     for _, span in alone:
@@ -489,7 +489,7 @@ def _(rule: DilatedBlocks, rows: Tensor, num_blocks: int, device: torch.device) 
     places, turns, branches = send((places.view(2, 2, -1, 1, 1), turns[..., None], branches), device)
     (place, most), (turn, half, alternate), (segment, dilation) = places, turns, branches
     back, forth = torch.minimum(place % segment, most) // dilation
-    # One that ran dry names its last one again.
+    # One without further candidates repeats its last one.
     turn = torch.minimum(turn, back + forth)
     onward = torch.where(back > forth, forth - turn, turn - back)
     step = torch.where(half <= torch.minimum(back, forth), alternate, onward)

@@ -1,4 +1,4 @@
-"""`BlockLayout.from_pattern` and `from_block_mask`: a layout of what users write down."""
+"""`BlockLayout.from_pattern` and `from_block_mask`."""
 
 from __future__ import annotations
 
@@ -77,10 +77,10 @@ def from_pattern(
 
 
 def _document_starts(pattern: Pattern) -> tuple[int, ...]:
-    """Of the packing that a pattern speaks of; empty if it speaks of none."""
+    """Of the `Documents` in a pattern; empty if there are none."""
     packings = build.documents_of(pattern)
     if len(packings) > 1:
-        raise ValueError(f"a pattern may speak of one packing of documents, got {len(packings)}: {packings}")
+        raise ValueError(f"a pattern may contain one packing of documents, got {len(packings)}: {packings}")
     return next(iter(packings)).starts if packings else ()
 
 
@@ -104,7 +104,7 @@ def _find_lists(
                 f"a pattern may be a union of at most {build.MAX_INTERVALS} different token rules, got "
                 f"{len(intervals)}: {head}"
             )
-        # One rule for all needs no naming.
+        # A single rule needs no ids.
         named = None if single and len(intervals) == 1 else len(table)
         lists[head] = BlockList.concat(
             build.find_blocks(

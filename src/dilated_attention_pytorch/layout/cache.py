@@ -1,12 +1,12 @@
-"""The cache of layouts: bounded, least recently used out first, and on disk if you like.
+"""The cache of layouts: bounded, with least recently used eviction, and optionally on disk.
 
     cache = PersistentPatternCache(max_size=100, directory="~/.cache/layouts")
     layout = cache.layout(pattern, 131072, block_size=128, device="cuda")
-    set_pattern_cache(cache)                     # from now on, what every call of this process looks into
+    set_pattern_cache(cache)                     # from now on the cache of every call in this process
 
 An entry is a pattern with its lengths and block size; its copies on several devices are one entry. Files are in the
-safetensors format, written whole or not at all and checked against a digest, so processes may share a directory. One
-that is cut off, foreign, changed or of another version is ignored with one warning, and made again.
+safetensors format, written atomically and checked against a digest, so processes may share a directory. A file that is
+truncated, foreign, modified or of another version is ignored with one warning, and the layout is built again.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ def digest_of(key: Key) -> str:
 
 
 class PersistentPatternCache:
-    """See the module's text.
+    """See the module docstring.
 
     Args:
-        max_size: most entries kept in memory.
-        max_bytes: most bytes kept in memory, lists made later (by key, for backward) included; None is no bound.
-        directory: where to keep layouts on disk; made if it is not there. None keeps none. It needs safetensors.
-        cache_after: requests of a pattern from which on it is kept; 2 keeps what is used again.
+        max_size: maximum number of entries in memory.
+        max_bytes: maximum bytes in memory, including lists derived later (by key, for backward); None is no bound.
+        directory: where to store layouts on disk, created if missing; needs safetensors. None stores none.
+        cache_after: number of requests from which a pattern is kept; 2 keeps only patterns that are used again.
     """
 
     def __init__(
@@ -94,13 +94,13 @@ class PersistentPatternCache:
         block_size: int | tuple[int, int],
         device: torch.device | str = "cpu",
     ) -> BlockLayout:
-        """`BlockLayout.from_pattern`, remembered; for training too, whatever mode the first call was made in."""
+        """`BlockLayout.from_pattern`, cached; usable in training whatever mode the first call ran in."""
         seq_k = seq_q if seq_k is None else seq_k
         make = partial(BlockLayout.from_pattern, pattern, seq_q, seq_k, block_size=block_size)
         return self.remembered((pattern, seq_q, seq_k, block_size), make, torch.device(device))
 
     def remembered(self, key: Key, make: Callable[..., BlockLayout], device: torch.device) -> BlockLayout:
-        """What `make(device=device)` gives; `key` says, in values, all that it depends on."""
+        """The result of `make(device=device)`; `key` holds, as values, everything that it depends on."""
         with self._lock:
             copies = self._entries.get(key)
             if copies is not None:
@@ -118,14 +118,14 @@ class PersistentPatternCache:
         return made
 
     def _make(self, key: Key, make: Callable[..., BlockLayout], device: torch.device) -> BlockLayout:
-        """From disk, or made; outside of the lock, for either may take its time."""
+        """From disk, or built; outside the lock, because either may take long."""
         loaded = None if self.directory is None else self._load(key)
         if loaded is not None:
             self._counts["loaded"] += 1
             return loaded.to(device)
         made = make(device=device)
         self._counts["built"] += 1
-        if self.directory is not None and not made.dilated:  # such lists cannot be checked when they come back
+        if self.directory is not None and not made.dilated:  # such lists cannot be verified when they are loaded
             self._store(key, made)
         return made
 
@@ -150,7 +150,7 @@ class PersistentPatternCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all copies on all devices, each tensor once."""
+        """Bytes of all copies on all devices, counting each tensor once."""
         with self._lock:
             seen: dict[tuple[torch.device, int], int] = {}
             for copies in self._entries.values():
@@ -169,7 +169,7 @@ class PersistentPatternCache:
             return {"cache_hit_rate": rate, **self._counts, "entries": len(self._entries), "bytes": self.nbytes}
 
     def clear(self) -> None:
-        """Forget every layout and give its memory back. Files stay."""
+        """Drop every layout from memory. Files stay."""
         with self._lock:
             self._entries.clear()
             self._asked.clear()
@@ -186,7 +186,7 @@ class PersistentPatternCache:
             return None
 
     def _store(self, key: Key, layout: BlockLayout) -> None:
-        """Beside its place and then into it: nobody ever reads half a file."""
+        """To a temporary file and then renamed, so that no process reads a partial file."""
         assert self.directory is not None
         path = self.directory / f"{digest_of(key)}.safetensors"
         try:
@@ -208,7 +208,7 @@ class PersistentPatternCache:
             warnings.warn(f"PersistentPatternCache {text}", stacklevel=5)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Settings alone; what was remembered can be made again."""
+        """The settings only: layouts can be built again."""
         return {name: getattr(self, name) for name in ("max_size", "max_bytes", "directory", "cache_after")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -243,7 +243,7 @@ def pattern_cache() -> PersistentPatternCache:
 
 
 def set_pattern_cache(cache: PersistentPatternCache) -> PersistentPatternCache:
-    """Make this the cache of the process; returns the one before."""
+    """Make this the cache of the process; returns the previous one."""
     global _cache
     if not isinstance(cache, PersistentPatternCache):
         raise TypeError(f"cache must be a PersistentPatternCache, got {type(cache).__name__}")
@@ -252,7 +252,7 @@ def set_pattern_cache(cache: PersistentPatternCache) -> PersistentPatternCache:
 
 
 def clear_layout_cache() -> None:
-    """Forget every remembered layout and give its memory back."""
+    """Drop every cached layout and free its memory."""
     _cache.clear()
 
 

@@ -1,4 +1,4 @@
-"""What is a layout and what is not: sizes and lists are refused before a kernel follows them out of bounds."""
+"""Validation of layouts: bad sizes and lists are refused before a kernel could follow them out of bounds."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def check_sizes(seq_q: int, seq_k: int, block_size: int | tuple[int, int]) -> tu
 
 
 def check_layout(layout: BlockLayout) -> None:
-    """Refuse lists that are not a layout, before a kernel follows them out of bounds."""
+    """Refuse lists that are not a layout, before a kernel could follow them out of bounds."""
     lengths, _ = check_sizes(layout.seq_q, layout.seq_k, layout.blocks)
     if layout.kind is not None:
         raise ValueError(f"kind is found by from_pattern and from_block_mask and cannot be given, got {layout.kind!r}")

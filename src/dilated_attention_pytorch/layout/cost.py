@@ -117,7 +117,7 @@ class AttentionCost:
         lse = batch * heads * layout.seq_q * (8 if itemsize == 8 else 4)
         spare = len(layout.by_query.indices) - layout.num_active_blocks
         lists = sum(t.numel() * t.element_size() for t in layout.by_query.tensors())
-        lists -= spare * 4 * (1 + (layout.by_query.rule_ids.numel() > 0))  # places that nobody reads
+        lists -= spare * 4 * (1 + (layout.by_query.rule_ids.numel() > 0))  # spare places are not read
         return cls(
             pairs=pairs,
             block_pairs=copies * layout.num_active_blocks * layout.block_q * layout.block_k,

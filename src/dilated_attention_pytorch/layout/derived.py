@@ -1,4 +1,4 @@
-"""What a layout makes of its lists when it is asked: the lists by key, and itself without later keys."""
+"""What is derived from the lists of a layout on demand: the lists by key, and the causal layout."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def by_key(layout: BlockLayout) -> BlockList:
     row.masked_fill_(query_block == layout.by_query.num_rows, num_rows)
     query_block.remainder_(layout.num_q_blocks)
     rule = layout.by_query.rule_ids if layout.by_query.rule_ids.numel() else None
-    # Sorting needs several times the memory of what is sorted: on a CPU sort a range of rows at a time. (Elsewhere
-    # that would wait for the device.)
+    # Sorting needs several times the memory of what is sorted: on a CPU sort a range of rows at a time. (On a
+    # GPU that would synchronise.)
     parts = min(-(-len(row) // SORTED_AT_ONCE), num_rows) if layout.device.type == "cpu" else 1
     if parts <= 1:
         return BlockList.pack(row, query_block, partial, rule, num_rows)
@@ -46,8 +46,8 @@ def by_key(layout: BlockLayout) -> BlockList:
 def causal(layout: BlockLayout) -> BlockLayout:
     """See `BlockLayout.causal`.
 
-    What is dropped leaves spare capacity, in a graph, where shapes are known beforehand, and on a device, which would
-    have to be waited for.
+    Dropped blocks leave spare capacity in a graph, where shapes are static, and on a GPU, where trimming would
+    synchronise.
     """
     row = layout.by_query.row_of_entry()
     partial = layout.by_query.is_partial(row)

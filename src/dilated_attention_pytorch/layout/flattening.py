@@ -1,4 +1,4 @@
-"""`BlockLayout.flatten` and back: a layout as tensors and sizes, for operators that take nothing else."""
+"""`BlockLayout.flatten` and its inverse: a layout as tensors and ints, the arguments that operators accept."""
 
 from __future__ import annotations
 

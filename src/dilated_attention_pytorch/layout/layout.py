@@ -122,7 +122,7 @@ class BlockLayout:
         return from_flex(mask)
 
     def to_flex_block_mask(self, num_heads: int | None = None) -> BlockMask:
-        """The same for FlexAttention, whose masks take room for all pairs of blocks.
+        """The same for FlexAttention, whose masks take memory for all pairs of blocks.
 
         Args:
             num_heads: query heads, where the layout has lists for fewer (those of the keys).
@@ -150,12 +150,12 @@ class BlockLayout:
 
     @property
     def by_key(self) -> BlockList:
-        """The same blocks by key block: row `list · num_k_blocks + key block` names query blocks. Made when asked."""
+        """The same blocks by key block: row `list · num_k_blocks + key block` has query blocks. Built on first use."""
         return self._derive("by_key", lambda: derived.by_key(self))
 
     @property
     def query_work(self) -> Tensor:
-        """`BlockList.work` of the lists by query. Made when asked."""
+        """`BlockList.work` of the lists by query. Built on first use."""
         return self._derive("query_work", lambda: self.by_query.work(self.num_lists, self.num_residues))
 
     @property
@@ -164,7 +164,7 @@ class BlockLayout:
         return self._derive("key_work", lambda: self.by_key.work(self.num_lists, self.num_residues))
 
     def order(self, *, by_key: bool) -> None:
-        """Make `query_work`, and `by_key` and `key_work`, unless they are there."""
+        """Build `query_work`, and with `by_key` also `by_key` and `key_work`, unless they exist."""
         if "query_work" not in self._derived:
             _ = self.query_work
         if by_key and "key_work" not in self._derived:
@@ -176,14 +176,14 @@ class BlockLayout:
         self.call_cache[key] = value
 
     def tensors(self) -> list[Tensor]:
-        """All that it holds, also what was made of it later."""
+        """All tensors that it holds, including derived ones."""
         found = self.flatten()[0]
         for made in list(self._derived.values()):  # another thread may add to it
             found += made.tensors() if isinstance(made, BlockList | BlockLayout) else [made]
         return found
 
     def _derive(self, name: str, make: Callable[[], T]) -> T:
-        """What is made of the lists once; in a graph, part of it."""
+        """What `make` builds from the lists, once; in a graph, as part of it."""
         if name not in self._derived:
             if torch.compiler.is_dynamo_compiling() or not is_plain(self.by_query.indices):
                 return make()
@@ -198,7 +198,7 @@ class BlockLayout:
 
     @property
     def causal(self) -> BlockLayout:
-        """This layout without the pairs in which the key comes after the query. Made once; in a graph, part of it."""
+        """This layout without the pairs whose key comes after the query. Built once; in a graph, as part of it."""
         if self.kind == "causal":
             return self
         if self.dilated:
@@ -208,7 +208,7 @@ class BlockLayout:
     def take(self, query_blocks: Tensor, key_blocks: Tensor | None = None) -> BlockLayout:
         """These rows and columns of blocks (int64, ascending; all columns by default) as a layout of their own.
 
-        Blocks are counted as they come, and the token rules are moved with them, so that the same pairs are allowed.
+        Blocks are renumbered from 0, and the token rules are adapted, so that the same pairs are allowed.
         """
         return slicing.take(self, query_blocks, key_blocks)
 
@@ -329,9 +329,9 @@ class BlockLayout:
         )
 
     def flatten(self, *, work_order: bool = False, by_key: bool = False) -> tuple[list[Tensor], list[int]]:
-        """Tensors and sizes, for operators that take nothing else; `unflatten` is the inverse.
+        """Tensors and sizes, the arguments that operators accept; `unflatten` is the inverse.
 
-        The first size is the number of tensors, so that several layouts can stand one behind the other.
+        The first size is the number of tensors, so that several layouts can be concatenated.
 
         Args:
             work_order: with the order of work, `query_work`;
@@ -345,7 +345,7 @@ class BlockLayout:
 
     @classmethod
     def unflatten_all(cls, tensors: Sequence[Tensor], sizes: Sequence[int]) -> list[BlockLayout]:
-        """Layouts whose tensors and sizes stand one behind the other."""
+        """Layouts whose tensors and sizes were concatenated."""
         return flattening.unflatten_all(cls, tensors, sizes)
 
     def to(self, device: torch.device | str) -> BlockLayout:
@@ -357,7 +357,7 @@ class BlockLayout:
         return replace(self, by_query=by_query, **moved, checked=True)
 
     def __getstate__(self) -> dict[str, object]:
-        """What can be made again is not stored."""
+        """Without what can be built again."""
         return {**self.__dict__, "_derived": {}, "call_cache": {}}
 
     def __setstate__(self, state: dict[str, object]) -> None:

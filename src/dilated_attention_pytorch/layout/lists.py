@@ -1,4 +1,4 @@
-"""`BlockList`: rows of block numbers, the one data structure behind a layout."""
+"""`BlockList`: rows of block numbers, the data structure of a layout."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NEAR = 256  # rows of a neighbourhood, about
 
 
 def neighbourhood(num_residues: int) -> int:
-    """How many rows `BlockList.work` keeps together: as many of each class."""
+    """How many rows `BlockList.work` keeps together: equally many of each residue."""
     return max(1, NEAR // num_residues) * num_residues
 
 
@@ -39,21 +39,23 @@ class BlockList:
     @classmethod
     def pack(cls, row: Tensor, column: Tensor, partial: Tensor, rule: Tensor | None, num_rows: int) -> BlockList:
         """From entries in any row order whose columns ascend within (row, state). Rows of `num_rows` are dropped."""
-        # In a graph as one operator, and so the same code: what a compiler makes of sorting is its own matter.
+        # In a graph as one operator, so that the same code runs: a compiler may lower sorting differently.
         pack = _pack_op if torch.compiler.is_compiling() else _pack
         return cls(*pack(row, column, partial, rule, num_rows))
 
     @classmethod
     def placed(cls, column: Tensor, edges: Tensor, runs: int) -> BlockList:
-        """From entries in their places: each row has so many runs of them, the first of full blocks, the others of
-        partial ones; `edges` says where each starts, and where the last one stops. Edges of one run are kept."""
+        """From entries in their final order: each row has `runs` runs, first one of full blocks, then partial ones.
+
+        `edges` holds the start of each run and the end of the last one; with one run per row it becomes `offsets`.
+        """
         offsets = edges.int() if runs == 1 else edges[::runs].to(torch.int32, copy=True)
         splits = edges[1::runs].to(torch.int32, copy=True)
         return cls(offsets, splits, column.int(), offsets.new_empty(0))
 
     @classmethod
     def concat(cls, lists: Iterable[BlockList]) -> BlockList:
-        """The rows of each list after those of the one before. The lists have no spare capacity."""
+        """The rows of all lists, one list after the other. The lists must have no spare capacity."""
         lists = list(lists)
         if len(lists) == 1:
             return lists[0]
@@ -83,11 +85,10 @@ class BlockList:
         return BlockList(self.offsets, self.splits, self.indices, self.rule_ids[:0].clone())
 
     def work(self, num_lists: int, num_residues: int = 1) -> Tensor:
-        """int32 [rows, 4]: (row of its list, first entry, first partial entry, end) of each row, the longest of a list
-        first: who takes them in this order has no long row left at the end.
+        """int32 [rows, 4]: (row of its list, first entry, first partial entry, end) of each row, the longest first.
 
-        Of a long list rows near each other stay together, since they read much the same: those of a `neighbourhood`
-        follow each other, the one with the longest row first.
+        Programs that take rows in this order do not end on a long one. In a long list, neighbouring rows stay together,
+        because they read mostly the same keys: rows are grouped into neighbourhoods, ordered by their longest row.
 
         Args:
             num_residues: rows of a list are those of each class in turn, as `BlockLayout` has them.
@@ -112,7 +113,7 @@ class BlockList:
 
 
 def send(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Tensors of one type on a device; from the host in one copy, and nobody waits until a GPU has taken it."""
+    """Tensors of one dtype on a device: from the host in one copy, asynchronous if the device is a GPU."""
     if tensors[0].device.type == device.type:
         return list(tensors)
     pinned = device.type == "cuda"

@@ -1,4 +1,4 @@
-"""What single queries of growing sequences see: a row of a pattern's layout for each, built without the others."""
+"""The keys of single queries in growing sequences: one row of the pattern's layout each, built without the others."""
 
 from __future__ import annotations
 

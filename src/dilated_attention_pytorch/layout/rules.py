@@ -24,7 +24,7 @@ def key_bounds(interval: Tensor, query: Tensor, seq_q: int, seq_k: int, document
 
     Args:
         interval: [..., 5], broadcast against `query`.
-        query: query numbers; those of `seq_q` and beyond stand for padding and get some bounds that nobody reads.
+        query: query numbers; those of `seq_q` and beyond stand for padding, and their bounds are unused.
     """
     left, right, key_stop, query_stop, same_document = interval.unbind(-1)
     position = query + (seq_k - seq_q)
@@ -39,7 +39,7 @@ def key_bounds(interval: Tensor, query: Tensor, seq_q: int, seq_k: int, document
 
 
 def document_bounds(starts: tuple[int, ...], position: Tensor) -> Tensor:
-    """`documents` for documents that start at `starts` and queries at these positions; before the first key: none."""
+    """`documents` for documents that start at `starts`; a query before the first key is in none."""
     (edges,) = send((torch.tensor(starts, dtype=torch.int32, device=HOST),), position.device)
     document = torch.searchsorted(edges, position, right=True)
     outside = position < 0
@@ -49,7 +49,7 @@ def document_bounds(starts: tuple[int, ...], position: Tensor) -> Tensor:
 
 
 def moved(interval: Tensor, query_by: Tensor, key_by: Tensor) -> Tensor:
-    """The same intervals [..., 5] where positions of queries are counted from `query_by` on, keys from `key_by` on."""
+    """The same intervals [..., 5] with positions of queries counted from `query_by` and those of keys from `key_by`."""
     query_by, key_by = torch.broadcast_tensors(query_by, key_by)
     steps = torch.stack((key_by - query_by, query_by - key_by, -key_by, -query_by), dim=-1)
     bounds, same_document = interval[..., :4], interval[..., 4:]
@@ -58,5 +58,5 @@ def moved(interval: Tensor, query_by: Tensor, key_by: Tensor) -> Tensor:
 
 
 def num_tokens(blocks: Tensor, block: int, seq: int) -> int:
-    """Tokens of these blocks, ascending, of a sequence: all are whole but maybe its last."""
+    """Tokens of these blocks (ascending) of a sequence, of which only the last block may be cut."""
     return 0 if not len(blocks) else len(blocks) * block - max(0, (int(blocks[-1]) + 1) * block - seq)

@@ -1,4 +1,4 @@
-"""`ListSize`: how long the lists of a layout are, and how many bytes they and their making take."""
+"""`ListSize`: the lengths of the lists of a layout, and the bytes that they and their construction take."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from .layout import BlockLayout
 
 @dataclass(frozen=True, kw_only=True)
 class ListSize:
-    """How long the lists of a layout are; `of` measures one, `planning.counting` counts what a pattern would give."""
+    """The lengths of the lists of a layout: `of` measures them, `planning.counting` predicts them from a pattern."""
 
     block_q: int
     block_k: int
     num_q_blocks: int
     num_k_blocks: int
     num_lists: int
-    list_heads: int  # lists a sample
+    list_heads: int  # lists of a sample
     blocks: int  # of all lists
     widest: int  # blocks of the longest row
-    partial: int  # partial blocks of a row, at most
-    candidates: int  # looked at in building at a time, at most
+    partial: int  # most partial blocks of a row
+    candidates: int  # most candidates examined at a time while building
     intervals: int
-    named: bool  # whether every block names its rule
-    documents: int  # tokens of the table of documents
+    named: bool  # whether every block has a rule id
+    documents: int  # tokens in the table of documents
     kind: str | None
-    num_residues: int = 1  # blocks take every so many-th token, as in `layout.branches`
+    num_residues: int = 1  # as in `BlockLayout`
 
     @classmethod
     def of(cls, layout: BlockLayout) -> ListSize:
@@ -50,7 +50,7 @@ class ListSize:
         )
 
     def shared_by(self, ranks: int) -> ListSize:
-        """The part of one rank: its rows."""
+        """The share of one rank: its rows."""
         if ranks == 1:
             return self
         return replace(
@@ -70,16 +70,17 @@ class ListSize:
         return self.num_lists * self.num_k_blocks
 
     def by(self, rows: int, *, work_order: bool) -> int:
-        """Bytes of the lists in one orientation, with the order of work if that is kept."""
+        """Bytes of the lists in one orientation, optionally with the order of work."""
         return 4 * (2 * rows + 1 + self.blocks * (2 if self.named else 1) + (4 * rows if work_order else 0))
 
     @property
     def rules(self) -> int:
         """Bytes of the tables of rules and documents."""
+        # A rule for every set of intervals, 5 int32 an interval; 2 int32 a token.
         return 20 * self.num_lists * self.intervals * ((1 << self.intervals) - 1) + 8 * self.documents
 
     def building(self, *, by_key: bool) -> int:
-        """Bytes that making the lists takes besides.
+        """Temporary bytes while the lists are built.
 
         A chunk of candidates as 64-bit numbers and the pieces beside their concatenation, or the sort for `by_key`.
         """

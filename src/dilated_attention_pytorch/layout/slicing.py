@@ -49,7 +49,7 @@ def take(layout: BlockLayout, query_blocks: Tensor, key_blocks: Tensor | None) -
 def renumbered(
     layout: BlockLayout, query_blocks: Tensor, seq_q: int, key_blocks: Tensor | None, seq_k: int
 ) -> BlockLayout:
-    """With rules that speak of the blocks as they are counted now, not of the whole of these lengths."""
+    """The layout with rules that were written for the whole, of these lengths, adapted to its own block numbers."""
     ahead = (layout.seq_q - seq_q) - (layout.seq_k - seq_k)
     query_by = (query_blocks - torch.arange(layout.num_q_blocks, device=layout.device)) * layout.block_q + ahead
     counted = torch.arange(layout.num_k_blocks, device=layout.device)
@@ -79,6 +79,6 @@ def tokens_of(blocks: Tensor, block: int, seq: int) -> Tensor:
 
 
 def _places(chosen: Tensor, number: Tensor) -> tuple[Tensor, Tensor]:
-    """Which of these numbers stand in the ascending list, and where (or where they would)."""
+    """Which of these numbers are in the ascending list `chosen`, and their positions there."""
     place = torch.searchsorted(chosen, number.long())
     return torch.isin(number, chosen), place

@@ -1,4 +1,4 @@
-"""Memory that is given out, used again and measured. What a call will take is `planning`'s to say."""
+"""Memory that is handed out, reused and measured. How much a call will need is computed in `planning`."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +34,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """The names of `planning`, which imports this package, when they are asked for here."""
+    """The public names of `planning`, resolved lazily because `planning` imports this package."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from .. import planning

@@ -1,7 +1,7 @@
-"""`AttentionBuffers`: the pool, seen by what a buffer is for.
+"""`AttentionBuffers`: the pool with a type for each buffer.
 
-Ten types, each with its `Strategy`. What a backend asks for by name (`blockwise` calls its workspace "queries",
-"keys", "scores", …) is counted under its type, so `get_buffer_stats` says what the workspace of a call is made of.
+There are ten types, each with a `Strategy`. A buffer that a backend requests by name (`blockwise` names its workspace
+"queries", "keys", "scores", …) is counted under its type, so `get_buffer_stats` breaks down the workspace of a call.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class BufferType(enum.Enum):
 
 
 class Strategy(NamedTuple):
-    """How buffers of a type are made.
+    """How buffers of a type are allocated.
 
     Attributes:
         zeroed: filled with zeros when handed out.
-        reused: drawn from the pool; else a fresh allocation each time, for what is held for long anyway.
+        reused: taken from the pool; otherwise allocated each time, for buffers that are held for long anyway.
     """
 
     zeroed: bool = False
@@ -49,8 +49,8 @@ class Strategy(NamedTuple):
 STRATEGIES: Mapping[BufferType, Strategy] = MappingProxyType(
     {kind: Strategy() for kind in BufferType}
     | {
-        BufferType.OUTPUT: Strategy(zeroed=True),  # rows that nobody writes are 0
-        BufferType.CACHE: Strategy(reused=False),  # held across calls: in the pool it would only be in the way
+        BufferType.OUTPUT: Strategy(zeroed=True),  # rows that are never written are 0
+        BufferType.CACHE: Strategy(reused=False),  # held across calls, so the pool could not reuse it
     }
 )
 
@@ -68,9 +68,9 @@ class AttentionBuffers:
     """Buffers for attention, by type.
 
     Args:
-        pool: where they come from; the pool that all modules share by default.
-        reuse: False allocates afresh each time, and still counts.
-        strategies: for types that should not follow `STRATEGIES`.
+        pool: where buffers come from; by default the pool that all modules share.
+        reuse: if False, allocate each time and only count.
+        strategies: overrides of `STRATEGIES`, by type.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class AttentionBuffers:
     def get(
         self, kind: BufferType, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu"
     ) -> Tensor:
-        """A contiguous tensor that nobody else holds, by the strategy of its type."""
+        """A contiguous tensor that is not in use elsewhere, allocated by the strategy of its type."""
         strategy = self.strategies[check_type(kind)]
         self.watch(torch.device(device))
         if self.reuse and strategy.reused:
@@ -116,7 +116,7 @@ class AttentionBuffers:
         return self.get(_NAMED.get(name, BufferType.TEMP), (numel,), dtype, device)
 
     def watch(self, device: torch.device) -> None:
-        """Let `get_buffer_stats` speak of this device too."""
+        """Include this device in `get_buffer_stats`."""
         self.pool.watch(device)
 
     def preallocate_buffers(
@@ -128,10 +128,10 @@ class AttentionBuffers:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
     ) -> None:
-        """Have the workspace of a call of these sizes at hand before it is made.
+        """Allocate the workspace of a call of these sizes ahead of the call.
 
-        On a CPU that is one key head and the tiles of `backends.blockwise`, whatever the batch; on a GPU the output
-        is allocated once, so that PyTorch's allocator keeps the memory for it.
+        On a CPU this is one key head and the tiles of `backends.blockwise`, for any batch size. On a GPU the output is
+        allocated once, so that PyTorch's allocator caches memory for it.
         """
         sizes = {"batch_size": batch_size, "seq_len": seq_len, "num_heads": num_heads, "head_dim": head_dim}
         for name, value in sizes.items():
@@ -147,11 +147,11 @@ class AttentionBuffers:
         self.pool.preallocate(size * numbers for numbers in wanted if size * numbers >= self.pool.min_bytes)
 
     def preallocate_learned(self) -> None:
-        """Have at hand what was in use together when most was."""
+        """Allocate the buffers that were live at the peak so far."""
         self.pool.preallocate(self.pool.learned)
 
     def get_buffer_stats(self) -> dict[str, Any]:
-        """The pool's, and requests and bytes by type."""
+        """The statistics of the pool, and requests and bytes by type."""
         with self._lock:
             profile = {kind.name: dict(counts) for kind, counts in self._profile.items()}
         return {**self.pool.get_buffer_stats(), "by_type": profile}

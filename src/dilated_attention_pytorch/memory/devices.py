@@ -1,4 +1,4 @@
-"""How much memory a device has: the one at hand, or a GPU by its name."""
+"""How much memory a device has: one of this machine, or a GPU by name."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ GPUS: dict[str, tuple[float, tuple[int, int]]] = {
     "B200": (179, (10, 0)),
 }
 
-# What CUDA itself takes of a GPU before the first tensor.
+# Memory of a GPU that the CUDA context takes before the first tensor.
 CONTEXT = 600 << 20
 
 _MEMINFO = Path("/proc/meminfo")
@@ -44,7 +44,7 @@ class Device:
     """Where attention runs.
 
     Attributes:
-        name: for people.
+        name: for messages.
         type: "cpu" or "cuda".
         budget: bytes that tensors may take.
         capability: of a GPU.
@@ -59,7 +59,7 @@ class Device:
 
     @classmethod
     def of(cls, device: Device | torch.device | str | None = None) -> Device:
-        """The current device by default: the GPU if there is one, else the CPU. Or a device, or a GPU of `GPUS`."""
+        """A device, or a GPU of `GPUS` by name; by default the current GPU, or the CPU if there is none."""
         if isinstance(device, Device):
             return device
         known = {name.lower(): name for name in GPUS}
@@ -83,7 +83,7 @@ class Device:
 
 
 def available_memory(device: torch.device | str = "cpu") -> int:
-    """Bytes that can still be taken on a device."""
+    """Bytes that can still be allocated on a device."""
     device = torch.device(device)
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
@@ -95,7 +95,7 @@ def available_memory(device: torch.device | str = "cpu") -> int:
 
 
 def as_text(count: float) -> str:
-    """Bytes for people."""
+    """Bytes in a readable unit."""
     units = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]
     while count >= 1024 and len(units) > 1:
         count, units = count / 1024, units[1:]

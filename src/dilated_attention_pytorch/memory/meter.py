@@ -1,13 +1,13 @@
-"""Peak memory of a piece of code, above what was held when it began.
+"""Peak memory of a block of code, above the level at its start.
 
     with measure_peak() as peak:          # or measure_peak("cuda")
         out = block_sparse_attention(q, k, v, pattern)
     print(peak.peak_bytes)
 
-On a CPU this is the kernel's own high-water mark of resident memory, so it sees every allocator and every thread, and
-only memory that was touched. It is a mark of the whole process: what other threads take in the meantime counts too,
-and two measurements must not overlap. Only Linux can reset the mark; elsewhere `measure_peak` is an error, and
-`can_measure` says so beforehand. On a CUDA device it is what PyTorch's allocator handed out.
+On a CPU this is the operating system's high-water mark of resident memory: it covers every allocator and every thread,
+and only memory that was touched. The mark belongs to the process, so allocations of other threads count too, and two
+measurements must not overlap. Only Linux can reset it; elsewhere `measure_peak` is an error, which `can_measure`
+predicts. On a CUDA device the peak is that of PyTorch's allocator.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _STATUS = Path("/proc/self/status")
 
 
 class Peak:
-    """The result of a measurement, there once its `with` block has ended."""
+    """The result of a measurement, available once its `with` block has ended."""
 
     def __init__(self) -> None:
         self._bytes: int | None = None
@@ -70,18 +70,18 @@ def measure_peak(device: torch.device | str | None = None) -> Iterator[Peak]:
 
 
 def _start_cpu() -> int:
-    """Reset the high-water mark; the level of now."""
+    """Reset the high-water mark; returns the current level."""
     _give_back_free_memory()
     _RESET.write_text("5")
     return _status_bytes("VmRSS")
 
 
 def _give_back_free_memory() -> None:
-    """Free memory that malloc keeps is resident: the block would use it again and seem to need less."""
+    """Freed memory that malloc caches is resident: the block would reuse it and appear to need less."""
     try:
         ctypes.CDLL(None).malloc_trim(0)
     except AttributeError:
-        return  # a C library without malloc_trim, musl for one, keeps little of what is freed
+        return  # a C library without malloc_trim, such as musl, caches little of what is freed
 
 
 def _status_bytes(field: str) -> int:

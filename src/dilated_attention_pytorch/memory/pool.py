@@ -1,18 +1,19 @@
-"""`MemoryPool`: large CPU buffers used again, because fresh ones cost a page fault for every 4 KiB.
+"""`MemoryPool`: reuse of large CPU buffers, because fresh memory costs a page fault for every 4 KiB.
 
     pool = MemoryPool(pool_size=10)
     x = pool.take((4, 1000, 64), torch.float32)     # uninitialised, like torch.empty
-    del x                                           # dropping the last reference is giving it back
+    del x                                           # dropping the last reference returns it to the pool
 
-There is no call to give a buffer back, so none can be forgotten or made too early: a buffer is free when nothing but
-the pool refers to its storage, which PyTorch itself counts. A view, an autograd graph, a NumPy array or another thread
-that still holds it keeps it out of the pool's hands.
+There is no call that returns a buffer, so none can be forgotten or made too early: a buffer is free when only the pool
+refers to its storage, by PyTorch's own reference count. A view, an autograd graph, a NumPy array or another thread that
+still holds the storage keeps it in use.
 
-Buffers are found by bytes, not by shape: the smallest free one that is large enough. The pool holds at most `pool_size`
-of them and `max_bytes`, the least recently used goes first; it gives all that is free back when memory runs out.
+Buffers are matched by size in bytes, not by shape: the smallest free one that is large enough is used. The pool holds
+at most `pool_size` buffers and `max_bytes`, and evicts the least recently used first. When an allocation fails, it
+frees every unused buffer and tries once more.
 
-On a CUDA device `take` is `torch.empty`: PyTorch's allocator already keeps buffers by size and stream, and unlike a
-pool above it knows which streams still use them. `get_buffer_stats()` reads its counters.
+On a CUDA device `take` is `torch.empty`: PyTorch's allocator already caches buffers by size and stream, and unlike a
+pool on top of it, it knows which streams still use them. `get_buffer_stats()` reads its counters.
 """
 
 from __future__ import annotations
@@ -34,16 +35,16 @@ from torch.utils import deterministic
 from ..patterns.base import check_flag, check_int
 from .devices import available_memory
 
-# Below this malloc keeps what it gets back, and is quicker than any Python.
+# Below this size malloc reuses freed memory itself, and is faster than any Python code.
 SMALL = 1 << 20
-# A pool may keep this part of the memory that is there when it is made,
+# The share of the memory available at construction that a pool may hold,
 SHARE = 0.25
-# and takes no more when less than this part of what it takes would be left.
+# and the share of a new buffer that must stay available after allocating it.
 SPARE = 0.05
 
 
 class Source(Protocol):
-    """What a backend draws its workspace from."""
+    """What a backend allocates its workspace from."""
 
     def buffer(self, name: str, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor: ...
 
@@ -56,13 +57,13 @@ _active: ContextVar[Source | None] = ContextVar("dilated_attention_source", defa
 
 
 def active_source() -> Source | None:
-    """Where workspace comes from in this context; None for plain allocation."""
+    """What workspace is allocated from in this context; None for plain allocation."""
     return _active.get()
 
 
 @contextmanager
 def drawing_from(source: Source | None) -> Iterator[None]:
-    """Inside, backends of this thread draw their workspace from `source`: a `MemoryPool` or an `AttentionBuffers`."""
+    """Inside, backends of this thread take their workspace from `source`: a `MemoryPool` or an `AttentionBuffers`."""
     token = _active.set(source)
     try:
         yield
@@ -71,7 +72,7 @@ def drawing_from(source: Source | None) -> Iterator[None]:
 
 
 class _Buffer:
-    """Memory that the pool keeps."""
+    """Memory that the pool holds."""
 
     __slots__ = ("claimed", "nbytes", "storage")
 
@@ -82,7 +83,7 @@ class _Buffer:
 
     @property
     def free(self) -> bool:
-        """Nobody else holds the storage: neither PyTorch (tensors, views, graphs) nor Python (the storage object)."""
+        """Nothing else refers to the storage, in PyTorch (tensors, views, graphs) or in Python (the storage object)."""
         return (
             not self.claimed
             and torch._C._storage_Use_Count(self.storage._cdata) == 1
@@ -91,7 +92,7 @@ class _Buffer:
         )
 
     def tensor(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A tensor of its own on the storage, no view of another."""
+        """A new tensor on the storage, not a view of another tensor."""
         strides = [1] * len(shape)
         for i in range(len(shape) - 2, -1, -1):
             strides[i] = strides[i + 1] * max(1, shape[i + 1])
@@ -99,7 +100,7 @@ class _Buffer:
 
 
 def _count_references() -> int:
-    """What `sys.getrefcount(buffer.storage)` gives inside `_Buffer.free` when only the buffer refers to it."""
+    """What `sys.getrefcount(buffer.storage)` returns inside `_Buffer.free` when only the buffer refers to it."""
     buffer = _Buffer(1)
     return sys.getrefcount(buffer.storage)
 
@@ -108,13 +109,13 @@ _UNSHARED = _count_references()
 
 
 class MemoryPool:
-    """See the module's text.
+    """See the module docstring.
 
     Args:
-        pool_size: most buffers kept.
-        max_bytes: most bytes kept; by default a quarter of the memory that is available now.
-        min_bytes: requests below it are not the pool's business.
-        lightweight: no statistics and nothing learned.
+        pool_size: maximum number of buffers held.
+        max_bytes: maximum bytes held; by default a quarter of the memory that is available now.
+        min_bytes: smaller requests are allocated normally.
+        lightweight: record no statistics and no peak.
     """
 
     def __init__(
@@ -150,7 +151,7 @@ class MemoryPool:
         _pools.add(self)
 
     def take(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
-        """A contiguous, uninitialised tensor that nobody else holds."""
+        """A contiguous, uninitialised tensor that is not in use elsewhere."""
         device = torch.device(device)
         if device.type != "cpu":
             self._count_cuda(device)
@@ -195,7 +196,7 @@ class MemoryPool:
         return found
 
     def _add(self, nbytes: int) -> _Buffer:
-        """A new buffer, kept if there is room for it among those in use; else the caller's alone."""
+        """A new buffer, held by the pool if there is room beside those in use; else by the caller alone."""
         size = bucket(nbytes)
         self._make_room(size)
         try:
@@ -211,7 +212,7 @@ class MemoryPool:
         return buffer
 
     def _make_room(self, size: int) -> None:
-        """Let go of free buffers, the least recently used first, until one of `size` may be kept."""
+        """Evict free buffers, the least recently used first, until one of `size` fits."""
         limit = min(self.max_bytes, self.bytes_held + int(available_memory() / (1 + SPARE)))
         for buffer in list(self._buffers):
             if len(self._buffers) < self.pool_size and self.bytes_held + size <= limit:
@@ -224,28 +225,28 @@ class MemoryPool:
         return sum(buffer.nbytes for buffer in self._buffers)
 
     def preallocate(self, sizes: Iterable[int]) -> None:
-        """Hold free buffers of at least these many bytes each, as far as the bounds allow."""
+        """Allocate free buffers of at least these sizes in bytes, as far as the bounds allow."""
         with self._lock:
             held = [self._claim(size) or self._add(size) for size in sorted(sizes, reverse=True)]
             for buffer in held:
-                buffer.tensor((buffer.nbytes,), torch.uint8).zero_()  # its pages are touched now and not in a call
+                buffer.tensor((buffer.nbytes,), torch.uint8).zero_()  # take the page faults now and not in a call
                 buffer.claimed = False
 
     @property
     def learned(self) -> list[int]:
-        """Sizes of the buffers that were in use together when most was: what to `preallocate` for the same work."""
+        """Sizes of the buffers live at the peak so far: what to `preallocate` for the same workload."""
         return list(self._learned)
 
     def clear(self) -> None:
-        """Give everything back that nobody uses."""
+        """Free every buffer that is not in use."""
         with self._lock:
             self._buffers = [buffer for buffer in self._buffers if not buffer.free]
 
     def get_buffer_stats(self) -> dict[str, Any]:
-        """Hits, misses, the share of hits, and what is held.
+        """Hits, misses, the hit rate, and what is held.
 
-        On CUDA a hit is an allocation that PyTorch's allocator served from memory that it had already. Small requests
-        are neither.
+        On CUDA a hit is an allocation that PyTorch's allocator served from memory it had cached. Requests below
+        `min_bytes` are neither.
         """
         with self._lock:
             hits, misses = self._counts["hits"], self._counts["misses"]
@@ -263,14 +264,14 @@ class MemoryPool:
             self._counts[what] += 1
 
     def _count_cuda(self, device: torch.device) -> None:
-        """Remember where the allocator's counters stood when the pool first saw the device."""
+        """Remember the allocator's counters at the pool's first use of the device."""
         index = torch.cuda.current_device() if device.index is None else device.index
         if not self.lightweight and index not in self._cuda_start:
             with self._lock:
                 self._cuda_start[index] = _cuda_counters(index)
 
     def watch(self, device: torch.device) -> None:
-        """Let `get_buffer_stats` speak of this device too."""
+        """Include this device in `get_buffer_stats`."""
         if device.type == "cuda":
             self._count_cuda(device)
 
@@ -278,7 +279,7 @@ class MemoryPool:
         return (shared_pool, ()) if self is _shared else super().__reduce_ex__(protocol)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Settings alone: a copy of a pool, or one in another process, has buffers of its own."""
+        """The settings only: a copy of a pool, or one in another process, has its own buffers."""
         return {name: getattr(self, name) for name in ("pool_size", "max_bytes", "min_bytes", "lightweight")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -294,7 +295,7 @@ _shared: MemoryPool | None = None
 
 
 def shared_pool() -> MemoryPool:
-    """The pool that modules share unless they are given one."""
+    """The pool that modules share by default."""
     global _shared
     if _shared is None:
         _shared = MemoryPool(pool_size=64)
@@ -302,25 +303,25 @@ def shared_pool() -> MemoryPool:
 
 
 def bucket(nbytes: int) -> int:
-    """The next of eight sizes in each octave: at most an eighth more."""
+    """The next of eight sizes per octave, at most an eighth larger."""
     step = 1 << max(12, nbytes.bit_length() - 4)
     return -(-nbytes // step) * step
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed for want of memory."""
+    """Whether an allocation failed because memory ran out."""
     kinds = isinstance(error, torch.OutOfMemoryError | MemoryError)
     return kinds or "allocate memory" in str(error) or "not enough memory" in str(error)
 
 
 def _cuda_counters(index: int) -> tuple[int, int]:
-    """Allocations so far, and how many of them the driver had to serve."""
+    """Allocations so far, and how many of them went to the driver."""
     stats = torch.cuda.memory_stats(index)
     return stats.get("allocation.all.allocated", 0), stats.get("num_device_alloc", 0)
 
 
 def _new_locks() -> None:
-    """A forked child has none of its parent's threads, and a lock that one of them held would stay held."""
+    """A forked child has none of its parent's threads: a lock that one of them held would never be released."""
     for pool in list(_pools):
         pool._lock = RLock()
 

@@ -1,4 +1,4 @@
-"""How much memory a call will take, by arithmetic: plans, the longest sequence that fits, recommendations."""
+"""How much memory a call will need, by arithmetic: plans, the longest sequence that fits, recommendations."""
 
 from .advice import Recommendation, recommend
 from .plan import AttentionConfig, MemoryPlan, max_sequence_length, plan_memory

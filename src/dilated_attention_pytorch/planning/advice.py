@@ -1,4 +1,4 @@
-"""What should I take?
+"""Which configuration to use for a sequence length and a budget.
 
 recommend(1_000_000, "A100").options   # for create_block_sparse_attention
 """
@@ -20,10 +20,10 @@ from .plan import AttentionConfig, MemoryPlan, device_with_budget, max_sequence_
 
 @dataclass(frozen=True)
 class Recommendation:
-    """A configuration that fits, and why it was chosen.
+    """A configuration that fits, and the reasons for it.
 
     Attributes:
-        options: keywords of `create_block_sparse_attention`; empty where dense attention is the advice.
+        options: keywords of `create_block_sparse_attention`; empty if dense attention is recommended.
         reasons: one sentence for each decision.
         plan: its memory on one device.
     """
@@ -40,7 +40,7 @@ class Recommendation:
         return "\n".join((*self.reasons, str(self.plan)))
 
 
-# (tokens from which on, share of blocks kept, tokens a block): dense below 8K, 90-95 % sparse to 64K, 99 % beyond.
+# (from this many tokens, share of blocks kept, tokens per block): dense below 8K, 90-95 % sparse to 64K, 99 % beyond.
 ADVICE: Sequence[tuple[int, float, int]] = ((8192, 0.1, 128), (16384, 0.05, 128), (65536, 0.01, 128))
 SPARSEST = 0.001
 
@@ -54,13 +54,13 @@ def recommend(
 ) -> Recommendation:
     """A configuration for this length that fits the budget, with the reasons.
 
-    Dense attention below 8,192 tokens, 10 % of the blocks from there, 5 % from 16,384 and 1 % beyond 65,536; sparser
-    still where the lists of blocks are what does not fit; a ring of the fewest devices that hold it where the tensors
-    are. Segments double from the shortest that can fill a row's share of blocks, with dilations 1, 2 and 4.
+    Dense attention below 8,192 tokens, 10 % of the blocks from there, 5 % from 16,384 and 1 % beyond 65,536. If the
+    lists of blocks do not fit, it is sparser; if the tensors do not fit, it is a ring of as few devices as possible.
+    Segment lengths double from the shortest that can fill a row's share of blocks, with dilations 1, 2 and 4.
 
     Args:
         budget: bytes of one device, or a device; the current one by default.
-        max_world_size: the largest ring to think of.
+        max_world_size: the largest ring to consider.
         options: those of `plan_memory`: batch, dtype, training, heads, …
     """
     check_int("seq_len", seq_len, least=1)
@@ -95,9 +95,9 @@ def recommend(
 
 
 def _candidates(seq_len: int) -> list[tuple[dict[str, Any], tuple[str, ...]]]:
-    """Options to try, the densest first; none means dense attention."""
+    """Options to try, the densest first; empty options mean dense attention."""
     if seq_len < ADVICE[0][0]:
-        return [({}, (f"Below {ADVICE[0][0]:,} tokens dense attention is as quick and loses nothing.",))]
+        return [({}, (f"Below {ADVICE[0][0]:,} tokens dense attention is as fast and drops nothing.",))]
     ratio, block = next((share, block) for start, share, block in reversed(ADVICE) if seq_len >= start)
     found: list[tuple[dict[str, Any], tuple[str, ...]]] = []
     reason = f"At {seq_len:,} tokens keep {ratio:.1%} of the blocks."
@@ -107,12 +107,12 @@ def _candidates(seq_len: int) -> list[tuple[dict[str, Any], tuple[str, ...]]]:
         segments = f"Segments of {first:,} to {last:,} tokens: the shortest holds as many blocks as a row may keep."
         found.append((options, (reason, segments)))
         ratio, block = ratio / 2, 256
-        reason = f"The lists of blocks are what does not fit: larger blocks, and {ratio:.2%} of them."
+        reason = f"The lists of blocks do not fit: use larger blocks, and keep {ratio:.2%} of them."
     return found
 
 
 def _options(seq_len: int, ratio: float, block: int) -> dict[str, Any]:
-    share = max(1, round(ratio * ceil_div(seq_len, block))) * block  # tokens that a row sees
+    share = max(1, round(ratio * ceil_div(seq_len, block))) * block  # keys per query
     first = max(2048, 1 << (share - 1).bit_length())
     segments = [first << i for i in range(3)]
     return {

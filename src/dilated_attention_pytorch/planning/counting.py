@@ -1,4 +1,4 @@
-"""How long the lists of a layout will be, without building it: active blocks counted row by row in plain integers."""
+"""The size of a layout's lists without building them: active blocks are counted row by row in plain integers."""
 
 from __future__ import annotations
 
@@ -8,34 +8,33 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import ceil, gcd
 
-from ..layout.branches import cheapest_blocks
-from ..layout.build import CHUNK, WHOLE, Term, documents_of, terms_of
+from ..layout.branches import cheapest_blocks, kind_of_branches
+from ..layout.build import CHUNK, Term, documents_of, kind_of, terms_of
 from ..layout.eager import plain_cache
 from ..layout.size import ListSize
 from ..patterns import Branches, Pattern, PerHead
 from ..patterns.blocks import BlockPattern, ceil_div, mix32
 from ..patterns.tokens import EVERYTHING, Interval
 
-# Rows of a layout that are counted one by one in each stretch where its rules do not change; the others are like them.
+# Rows that are counted in each stretch of rows where the rules do not change; longer stretches are sampled.
 SAMPLED = 64
-# Fewer, but no less than eight, where rows are so long that more blocks than this would be looked at.
+# Fewer, but at least eight, where rows are so long that more blocks than this would be examined.
 LOOKED_AT = 1 << 15
 
 
 def lists_of_branches(branches: Branches, seq_len: int, heads: int, is_causal: bool) -> ListSize:
-    """Of dilated attention, branch by branch: a block that several branches hold is counted for each, a bound."""
+    """Of dilated attention. An upper bound: a block that several branches hold is counted for each of them."""
     block, num_residues = cheapest_blocks(branches, seq_len, None, None)
     per_residue = ceil_div(ceil_div(seq_len, num_residues), block)
     num_lists = heads if len({branches.of_head(head, heads) for head in range(heads)}) > 1 else 1
     per_row, widest = 0.0, 0
     for segment, dilation in zip(branches.segment_lengths, branches.dilation_rates, strict=True):
-        shared = gcd(dilation, num_residues)  # one in so many residues is kept, of queries and of keys
-        across = segment < seq_len and segment % (block * num_residues) > 0  # blocks lie across the ends of segments
+        shared = gcd(dilation, num_residues)  # a branch keeps one residue in `shared`, of queries and of keys
+        across = segment < seq_len and segment % (block * num_residues) > 0  # blocks straddle the ends of segments
         rows = ceil_div(min(segment, seq_len), block * num_residues) + across
         per_row += (((rows + 1) / 2) if is_causal else rows) * num_residues / shared**2
         widest += rows * num_residues // shared
     blocks = ceil(per_row * num_residues * per_residue)
-    dense = len(branches) == 1 and branches.segment_lengths[0] >= seq_len and branches.dilation_rates[0] == 1
     return ListSize(
         block_q=block,
         block_k=block,
@@ -50,24 +49,22 @@ def lists_of_branches(branches: Branches, seq_len: int, heads: int, is_causal: b
         intervals=1,
         named=True,
         documents=0,
-        kind=("causal" if is_causal else "full") if dense else None,
+        kind=kind_of_branches(branches, seq_len, seq_len, is_causal),
         num_residues=num_residues,
     )
 
 
 @plain_cache(256)
 def lists_of_pattern(pattern: Pattern, seq_q: int, seq_k: int, block_size: int | tuple[int, int]) -> ListSize:
-    """Of a pattern: exact for few rows, else from a sample of them."""
+    """Of a pattern: exact for few rows, estimated from a sample of rows otherwise."""
     block_q, block_k = (block_size, block_size) if isinstance(block_size, int) else block_size
     heads = pattern.patterns if isinstance(pattern, PerHead) else (pattern,)
     packing = next(iter(documents_of(pattern)), None)
     grid = _Grid(seq_q, seq_k, block_q, block_k, () if packing is None else packing.starts)
     counted = {head: grid.count(terms_of(head)) for head in dict.fromkeys(heads)}
-    terms = terms_of(heads[0])
     rules = {term.interval for head in counted for term in terms_of(head)}
     intervals = max(len({term.interval for term in terms_of(head)}) for head in counted)
     blocks = sum(counted[head][0] for head in heads)
-    alone = len(counted) == 1 and len(terms) == 1 and not terms[0].rules
     return ListSize(
         block_q=block_q,
         block_k=block_k,
@@ -82,13 +79,13 @@ def lists_of_pattern(pattern: Pattern, seq_q: int, seq_k: int, block_size: int |
         intervals=intervals,
         named=blocks > 0 and (len(counted) > 1 or intervals > 1),
         documents=0 if packing is None else seq_q,
-        kind=WHOLE.get(terms[0].interval) if alone else None,
+        kind=kind_of(pattern),
     )
 
 
 @dataclass(frozen=True)
 class _Grid:
-    """Blocks of a row of a layout, in plain integers; `layout.build` says the same of all rows at once."""
+    """Active blocks of single rows, in plain integers; `layout.build` computes the same for all rows at once."""
 
     seq_q: int
     seq_k: int
@@ -105,7 +102,7 @@ class _Grid:
         return ceil_div(self.seq_k, self.block_k)
 
     def count(self, terms: Sequence[Term]) -> tuple[int, int]:
-        """Active blocks in all rows and in the longest: exact for few rows, else from a sample of them."""
+        """Active blocks of all rows together and of the longest row."""
         total, widest = 0.0, 0
         for start, stop in pairwise(self._edges(terms)):
             middle = self._row(terms, (start + stop) // 2)
@@ -116,7 +113,7 @@ class _Grid:
         return round(total), widest
 
     def _edges(self, terms: Sequence[Term]) -> list[int]:
-        """Rows where a rule begins or ends: the first rows may see more than all others together."""
+        """Rows where a rule begins or ends: the first few may hold more blocks than all others together."""
         stops = (term.interval.query_stop - (self.seq_k - self.seq_q) for term in terms)
         inside = {ceil_div(stop, self.block_q) for stop in stops if 0 < stop < self.seq_q}
         return sorted({0, self.rows, *inside})
@@ -139,7 +136,7 @@ class _Grid:
         return total + sum(not any(first <= column <= last for first, last in runs) for column in blocks)
 
     def _span(self, interval: Interval, row: int) -> tuple[int, int]:
-        """The columns that an interval touches, last < first for none."""
+        """First and last column that an interval touches; last < first if none."""
         shift = self.seq_k - self.seq_q
         head = row * self.block_q
         tail = min(head + self.block_q, self.seq_q, interval.query_stop - shift) - 1
@@ -162,7 +159,7 @@ class _Grid:
 
 
 def _picked(start: int, stop: int, samples: int) -> list[int]:
-    """All rows of a short stretch, else one from each of equal parts."""
+    """All rows of a short stretch; of a longer one, one row from each of `samples` equal parts."""
     if stop - start <= samples:
         return list(range(start, stop))
     edges = [start + (stop - start) * i // samples for i in range(samples + 1)]

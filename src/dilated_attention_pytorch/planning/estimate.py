@@ -1,7 +1,7 @@
-"""Bytes by arithmetic: every tensor that an attention call holds, and when. Nothing is allocated.
+"""Bytes by arithmetic: every tensor of an attention call, and when it is alive. Nothing is allocated.
 
-A call goes through `PHASES`; an `Item` is alive in some of them, and the peak is the largest sum of a phase. The level
-it is counted from is that before q, k and v exist.
+A call goes through `PHASES`. An `Item` is alive in some of them, and the peak is the phase with the largest sum, above
+the level before q, k and v exist.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ KINDS = ("tensors", "gradients", "parameters", "lists", "workspace", "ring")
 
 
 class Item(NamedTuple):
-    """Something that takes memory, and the phases in which it is there."""
+    """Something that takes memory, and the phases in which it is alive."""
 
     name: str
     kind: str
@@ -26,7 +26,7 @@ class Item(NamedTuple):
 
 
 def attention_items(request: SizeRequest, backend: ModuleType, *, training: bool) -> list[Item]:
-    """What one call of attention holds when this backend runs it, without its inputs."""
+    """The memory of one call on this backend, without its inputs."""
     shape, lists = request.shape, request.lists
     work_order = hasattr(backend, "backward") and backend.needs_work_order
     both = work_order and training

@@ -1,10 +1,10 @@
-"""Will it fit, and how long can I go?
+"""Whether a call fits, and the longest sequence that does.
 
     plan = plan_memory(module, 131072, dtype=torch.bfloat16, training=True)   # heads=8, head_dim=64
     print(plan)                                                               # every tensor, and the peak
     max_sequence_length(module, "H200", dtype=torch.bfloat16)
 
-All of it is arithmetic on shapes: instant, and nothing is allocated.
+Plans are arithmetic on shapes: they take milliseconds and allocate nothing.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ LONGEST = MAX_SEQUENCE - 1
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionConfig:
-    """What the planner must know of an attention module; `of` reads it off one.
+    """What the planner needs to know about an attention module; `of` takes it from one.
 
     Attributes:
-        pattern: who may attend, for calls that are not causal and for those that are; or a finished layout, or the
-            branches of dilated attention.
+        pattern, causal_pattern: which pairs may attend, in calls that are not causal and in those that are. `pattern`
+            may also be a finished layout, or the branches of dilated attention.
         heads, heads_kv, head_dim: of the tensors.
         embed_dim: of a module with projections, else None.
-        backend: "auto" or the one to use.
+        backend: "auto", or the name of one, which is not verified to run on the device.
     """
 
     pattern: Pattern | BlockLayout | Branches
@@ -82,9 +82,9 @@ class AttentionConfig:
     def of(cls, what: Any, **sizes: int | None) -> AttentionConfig:
         """From a config, a pattern, a layout, branches, a `SparsePatternConfig` or a module.
 
-        A module has `pattern(is_causal)` (or `branches`, of dilated attention) and `backend`; one with projections
-        has an `attention` that has them, and `num_heads`, `num_kv_heads`, `head_dim` and `embed_dim`. `sizes` are
-        heads, heads_kv and head_dim where it leaves them open.
+        A module has `pattern(is_causal)` (or `branches`, for dilated attention) and `backend`. One with projections
+        has an `attention` with these, and `num_heads`, `num_kv_heads`, `head_dim` and `embed_dim`. `sizes` are heads,
+        heads_kv and head_dim where the module does not fix them.
         """
         given = {name: value for name, value in sizes.items() if value is not None}
         if isinstance(what, cls):
@@ -114,11 +114,11 @@ class AttentionConfig:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What a call holds, item by item. Prints as a table.
+    """The memory of a call, item by item. Prints as a table.
 
     Attributes:
         items: every tensor, list and workspace, with its kind and the phases it is alive in.
-        backend: what runs.
+        backend: the one that runs the call.
         shape: the tensors of one device.
         world_size: devices that share the sequence.
     """
@@ -136,7 +136,7 @@ class MemoryPlan:
 
     @property
     def peak_bytes(self) -> int:
-        """The most that is alive at once on one device, q, k and v included."""
+        """The largest number of bytes alive at once on one device, q, k and v included."""
         return max(self.phases.values())
 
     @property
@@ -148,7 +148,7 @@ class MemoryPlan:
         return self.peak_bytes <= self.device.budget
 
     def by_kind(self, phase: str | None = None) -> dict[str, int]:
-        """Bytes of each kind in a phase, the peak's by default."""
+        """Bytes by kind in a phase, by default that of the peak."""
         phase = self.peak_phase if phase is None else phase
         if phase not in PHASES:
             raise ValueError(f"phase must be one of {list(PHASES)}, got {phase!r}")
@@ -187,14 +187,14 @@ def plan_memory(
     block_size: int | None = None,
     device: Device | torch.device | str | None = None,
 ) -> MemoryPlan:
-    """The memory of one call, forward or forward and backward, above what was held before q, k and v existed.
+    """The memory of one call, forward or forward and backward, above the level before q, k and v exist.
 
     Args:
         module_or_config: see `AttentionConfig.of`.
         seq_len: tokens of queries and keys, of all devices together.
-        training: with gradients, through the end of the backward pass.
-        world_size: devices of a ring that share the sequence; the plan is that of one of them.
-        heads, heads_kv, head_dim: of the tensors, 8, the same and 64 by default; a module with projections knows them.
+        training: include the backward pass and its gradients.
+        world_size: devices of a ring that share the sequence; the plan is for one of them.
+        heads, heads_kv, head_dim: of the tensors; by default 8, the same and 64, or those of a module with projections.
         block_size: of the layout; by default that of the pattern, or 128.
         device: see `Device.of`; the current one by default. It decides which backend runs, and what fits.
     """
@@ -223,7 +223,7 @@ def plan_memory(
     threads = torch.get_num_threads() if where.type == "cpu" else 1
     request = SizeRequest(shape=shape, lists=lists, device=where.type, threads=threads)
     items = attention_items(request, backend, training=training)
-    if where.type == "cpu" and config.embed_dim is not None:  # malloc keeps what the workspace gave back
+    if where.type == "cpu" and config.embed_dim is not None:  # malloc caches the freed workspace
         later = {"forward": "projection", "backward": "projection backward"}
         items = [
             item._replace(phases=(*item.phases, later[item.phases[0]]))
@@ -234,7 +234,7 @@ def plan_memory(
     items = _inputs(config, shape, training) + items
     if world_size > 1:
         items += _ring(shape, training)
-    if where.type == "cuda":  # its allocator hands out multiples of 512 bytes
+    if where.type == "cuda":  # its allocator rounds up to multiples of 512 bytes
         items = [item._replace(bytes=ceil_div(item.bytes, 512) * 512) for item in items]
     return MemoryPlan(tuple(items), backend.name, shape, world_size, where)
 
@@ -258,7 +258,7 @@ def _lists(config: AttentionConfig, seq_len: int, is_causal: bool, block_size: i
 
 
 def _backend(named: str, shape: Shape, lists: ListSize, device: Device, *, ring: bool) -> ModuleType:
-    """The backend that would run the call there. One that is named is taken, whether or not it can run here."""
+    """The backend that would run the call on the device; a named one is not verified to run there."""
     if named != "auto":
         return BY_NAME[named]
     request = Request(
@@ -269,13 +269,13 @@ def _backend(named: str, shape: Shape, lists: ListSize, device: Device, *, ring:
         square=shape.seq_q == shape.seq_k,
         grouped=shape.heads != shape.heads_kv,
         head_dim=shape.head_dim,
-        return_lse=ring,  # a rank's part is merged by it
+        return_lse=ring,  # ranks merge their partial results by it
     )
     return choose("auto", request)
 
 
 def _inputs(config: AttentionConfig, shape: Shape, training: bool) -> list[Item]:
-    """q, k and v; or, for a module with projections, what they are made of and what becomes of out."""
+    """q, k and v; for a module with projections also its input, parameters, output and their gradients."""
     kept: tuple[str, ...] = ("layout", "forward", "backward") if training else ("layout", "forward")
     if config.embed_dim is None:
         return [Item("q", "tensors", shape.q, kept), Item("k, v", "tensors", 2 * shape.k, kept)]
@@ -321,8 +321,8 @@ def max_sequence_length(
     """The longest sequence whose plan fits, to within a block, and at most 2³⁰ − 1 tokens.
 
     Args:
-        budget: bytes, or a device whose memory is meant (see `Device.of`); the current device's by default.
-        options: those of `plan_memory`; with bytes, `device` says where.
+        budget: bytes, or a device (see `Device.of`) whose memory is the budget; by default the current device.
+        options: those of `plan_memory`; if the budget is in bytes, `device` is where the call runs.
     """
     device, options = device_with_budget(budget, options)
 
