@@ -25,11 +25,11 @@ from ..patterns.base import check_int
 from ..patterns.blocks import ceil_div
 from ..patterns.branches import Branches
 from ..patterns.tokens import EVERYTHING, Interval
-from .build import ragged, rows_of
 from .checks import MAX_SEQUENCE, check_sizes
 from .layout import BlockLayout
 from .lists import BlockList
 from .rules import NO_DOCUMENTS, moved
+from .runs import ragged, rows_of
 
 BLOCK_SIZES = (128, 64)
 MAX_RESIDUES = 512
