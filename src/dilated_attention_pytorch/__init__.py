@@ -7,8 +7,7 @@ Importing this package loads torch and nothing else that is heavy. The names bel
 every other public name, of a folder or of `compat`, can be imported from here as well.
 """
 
-from importlib import import_module
-
+from . import compat, distributed, layout, memory, models, nn, ops, patterns, planning
 from .distributed import (
     Placement,
     ring_block_sparse_attention,
@@ -92,18 +91,16 @@ __all__ = [
     "unshard_sequence",
 ]
 
-_MORE = ("patterns", "layout", "memory", "ops", "planning", "distributed", "nn", "models", "compat")
+_FOLDERS = (patterns, layout, memory, ops, planning, distributed, nn, models, compat)
 
 
 def __getattr__(name: str) -> object:
     if not name.startswith("_"):
-        for folder in _MORE:
-            module = import_module(f".{folder}", __name__)
-            if name in module.__all__:
-                return getattr(module, name)
+        for folder in _FOLDERS:
+            if name in folder.__all__:
+                return getattr(folder, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    more = (name for folder in _MORE for name in import_module(f".{folder}", __name__).__all__)
-    return sorted({*globals(), *more})
+    return sorted({*globals(), *(name for folder in _FOLDERS for name in folder.__all__)})
