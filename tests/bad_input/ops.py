@@ -27,6 +27,16 @@ from dilated_attention_pytorch.nn import BlockGate
 from dilated_attention_pytorch.ops import Antidiagonal, block_masses
 
 
+class Crooked:
+    """A scorer that gives so many rows and columns."""
+
+    def __init__(self, rows, columns):
+        self.rows, self.columns = rows, columns
+
+    def features(self, queries, keys, scale):
+        return torch.ones(1, self.rows, 2, 8), torch.ones(1, self.columns, 2, 8)
+
+
 def qkv(**changes):
     """Good tensors, but for the changes."""
     tensors = {name: torch.randn(2, 32, 4, 8) for name in "qkv"}
@@ -125,6 +135,10 @@ BAD = {
     "ratio above one": (lambda: RelativeThreshold(1.5), ValueError, r"ratio must be the share of a row's largest mass, in \(0, 1\], got 1.5"),
     "share above one": (lambda: TopK(1.5), ValueError, r"share must be the share of blocks kept, in \(0, 1\], got 1.5"),
     "stride of no divisor": (lambda: block_masses(*[torch.randn(1, 32, 2, 8)] * 2, scorer=Antidiagonal(5), block_size=16), ValueError, "the stride of a scorer must divide the block, 16 tokens, got 5"),
+    **{
+        f"a scorer of {rows} rows and {columns} columns": (lambda rows=rows, columns=columns: block_masses(*[torch.randn(1, 32, 2, 8)] * 2, scorer=Crooked(rows, columns), block_size=16), ValueError, rf"scorer must give {name} \(batch, a multiple of 2 blocks .*\), got a tensor of shape \[1, {number}, 2, 8\]")
+        for rows, columns, name, number in ((3, 2, "rows", 3), (2, 5, "columns", 5), (0, 2, "rows", 0), (6, 2, "rows", 6))
+    },
     "a gate for other heads": (lambda: block_masses(*[torch.randn(1, 32, 2, 8)] * 2, scorer=BlockGate(4, 8), block_size=16), ValueError, r"q must have 4 heads of 8, as the gate was made for, got \[2, 8\]"),
     "scale beyond float32": (call(options={"scale": 1e300}), ValueError, "scale must be finite, got 1e\\+300"),
 }  # fmt: skip

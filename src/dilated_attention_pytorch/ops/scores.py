@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ..backends.base import compute_dtype
-from ..patterns.base import check_int
+from ..patterns.base import check_int, shown
 from ..patterns.blocks import ceil_div
 
 # Estimated scores held at a time.
@@ -202,6 +202,7 @@ def estimated_masses(
     queries, keys = Blocked.of(q, blocks[0]), Blocked.of(k, blocks[1], hidden)
     num_q, num_k = (x.real.shape[1] for x in (queries, keys))
     rows, columns = scorer.features(queries, keys, scale)
+    _check_features(rows, columns, q, k, (num_q, num_k), blocks)
     rows_a_block, columns_a_block = rows.shape[1] // num_q, columns.shape[1] // num_k
     step, width = blocks[0] // rows_a_block, blocks[1] // columns_a_block
     # Products in the dtype of the inputs, as a matrix unit likes them; everything else in the compute dtype.
@@ -238,3 +239,19 @@ def estimated_masses(
         weights = (weights * share[start:stop, :, None]).sum(3)
         masses.append(torch.nn.functional.pad(weights, (0, num_k - seen)))
     return torch.cat(masses, dim=2)
+
+
+def _check_features(
+    rows: Tensor, columns: Tensor, q: Tensor, k: Tensor, num_blocks: tuple[int, int], blocks: tuple[int, int]
+) -> None:
+    """A scorer may be anybody's; rows and columns beyond whole blocks would be left out without a word."""
+    for name, x, like, num, block in (
+        ("rows", rows, q, num_blocks[0], blocks[0]),
+        ("columns", columns, k, num_blocks[1], blocks[1]),
+    ):
+        good = isinstance(x, Tensor) and x.ndim == 4 and (x.shape[0], x.shape[2]) == (like.shape[0], like.shape[2])
+        if not good or x.shape[1] % num or not x.shape[1] or block % (x.shape[1] // num):
+            raise ValueError(
+                f"scorer must give {name} (batch, a multiple of {num} blocks that divides their {block} tokens, heads, "
+                f"features), got {shown(x)}"
+            )
