@@ -235,7 +235,6 @@ CALLS = {
         {"masses": MASSES_BY_LAYER, "selector": SELECTOR, "tokens": POSITIVE, "block_size": BLOCKS}
         | {"is_causal": FLAG, "sink": COUNT, "local": COUNT},
     ),
-    "ops.set_fast_path": ({"enabled": True}, {"enabled": FLAG}),
     "ops.merge_attention": ({"outs": [QUERY], "lses": [torch.ones(2, 4, 32)]}, {"outs": None, "lses": None}),
     "ops.set_fast_path": ({"enabled": True}, {"enabled": FLAG}),
     "ops.TopK": ({"share": 0.5}, {"share": SHARE, "even": FLAG, "across_heads": FLAG}),
