@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -43,7 +45,7 @@ def can_run(request: Request) -> tuple[bool, str]:
 def attention(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, options: CallOptions) -> tuple[Tensor, None]:
     # Its kernels read rows; for anything else it would take the quadratic one.
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    grouped = {"enable_gqa": True} if q.shape[2] != k.shape[2] else {}  # a symbolic bool is no argument
+    grouped: Any = {"enable_gqa": True} if q.shape[2] != k.shape[2] else {}  # a symbolic bool is no argument
     out = scaled_dot_product_attention(
         q.transpose(1, 2),
         k.transpose(1, 2),

@@ -6,33 +6,31 @@ import dataclasses
 import operator
 from collections.abc import Sequence
 from functools import partial
-from math import ceil
 from typing import Any, Unpack
 
+import torch
 from torch import Tensor, nn
 
 from ..distributed import Placement, ring_block_sparse_attention
 from ..distributed.exchange import Group
-from ..layout.eager import value_cache
 from ..ops import BlockSparseWeights, attention_with_weights, block_sparse_attention
 from ..ops.checks import check_dropout, check_qkv, check_scale
 from ..ops.choose import check_backend
+from ..ops.named import Opened, opened_once
 from ..options import OptionKeywords
 from ..patterns import Causal, Pattern, SparsePatternConfig
 from ..patterns.base import check_flag
-from ..patterns.blocks import ceil_div, check_branches
+from ..patterns.blocks import check_branches
 from ..patterns.config import DEFAULT_DILATION_RATES, DEFAULT_SEGMENT_LENGTHS
-from ..patterns.opening import opened
+from ..patterns.opening import window_of
+from .opening import Openable
 from .pooled import POOL_FIELDS, Pooled, only_pool_options, split_pool_options
 from .ringed import Ringed
-
-# Windows that a schedule may open, between none and everything: each is a layout of its own.
-OPENINGS = 32
 
 PATTERN_FIELDS = tuple(field.name for field in dataclasses.fields(SparsePatternConfig))
 
 
-class BlockSparseAttention(Ringed, Pooled, nn.Module):
+class BlockSparseAttention(Openable, Ringed, Pooled, nn.Module):
     """Exact attention over the pairs that a pattern allows (union: one softmax a row, a key counts once).
 
     Args:
@@ -72,7 +70,6 @@ class BlockSparseAttention(Ringed, Pooled, nn.Module):
         self.scale = scale
         self.dropout = one_dropout(dropout, attention_dropout)
         self.backend = check_backend(backend)
-        self.opening = 0.0
 
     def pattern(self, is_causal: bool = False) -> Pattern:
         """The pattern of a call."""
@@ -84,8 +81,7 @@ class BlockSparseAttention(Ringed, Pooled, nn.Module):
         pattern = self.pattern(is_causal)
         if self.opening == 0.0:
             return pattern
-        window = ceil(self.opening * OPENINGS) * ceil_div(operator.index(tokens), OPENINGS)
-        return _opened(pattern, window)
+        return opened_once(pattern, window_of(self.opening, operator.index(tokens)))
 
     def forward(
         self,
@@ -108,10 +104,13 @@ class BlockSparseAttention(Ringed, Pooled, nn.Module):
         ring = self.ring_options(placement, return_attention_weights)
         attend: Any = attention_with_weights if return_attention_weights else block_sparse_attention
         attend = ring_block_sparse_attention if ring else attend
-        pattern = self.pattern(is_causal)
-        if self.opening:
+        pattern: Any = self.pattern(is_causal)
+        if self._opening_in_graphs is not None:
             check_qkv(q, k, v)
-            pattern = self.open_pattern(is_causal, self.whole_length(max(q.shape[1], k.shape[1]), placement))
+            if torch.compiler.is_dynamo_compiling() and attend is block_sparse_attention:
+                pattern = Opened(pattern, self._opening_in_graphs)
+            else:
+                pattern = self.open_pattern(is_causal, self.whole_length(max(q.shape[1], k.shape[1]), placement))
         run = partial(
             attend,
             q,
@@ -215,9 +214,6 @@ class BlockSparseHierarchical(BlockSparseRingDilatedAttention):
             ring_group=ring_group,
             **pool_options,
         )
-
-
-_opened = value_cache(opened)  # the same object every time
 
 
 def one_config(sparse_config: SparsePatternConfig | None, pattern_fields: dict[str, Any]) -> SparsePatternConfig:

@@ -8,7 +8,8 @@ from .dilated import dilated_attention
 from .fidelity import kept_mass
 from .merge import merge_attention
 from .scores import Antidiagonal, MeanPooled, MinMaxBound, Moments, SampledRows
-from .select import CumulativeMass, RelativeThreshold, SharedBudget, TopK, block_masses, select_blocks
+from .select import block_masses, select_blocks
+from .selectors import CumulativeMass, RelativeThreshold, SharedBudget, TopK
 from .weights import BlockSparseWeights
 
 __all__ = [
