@@ -14,6 +14,7 @@ from ..distributed import Placement
 from ..distributed.exchange import Group
 from ..ops import BlockSparseWeights
 from ..ops.checks import check_dense, check_device_and_dtype, check_masks
+from ..ops.choose import has_autocast
 from ..options import OptionKeywords
 from ..patterns import SparsePatternConfig
 from ..patterns.base import check_flag, check_int
@@ -182,19 +183,18 @@ class Multihead(Ringed, nn.Module):
     def _check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         order = "(batch, seq, features)" if self.batch_first else "(seq, batch, features)"
         batch_dim = 0 if self.batch_first else 1
-        dtype = self.out_proj.weight.dtype
+        weight = self.in_proj_weight if self._packed else self.q_proj_weight  # that of `out_proj` may be quantized
+        dtype = weight.dtype
         for name, x, width in (("query", query, self.embed_dim), ("key", key, self.kdim), ("value", value, self.vdim)):
             if not isinstance(x, Tensor) or x.ndim != 3 or x.shape[2] != width:
                 got = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
                 raise ValueError(f"{name} must be {order} with {width} features, got {got}")
             check_dense(name, x)
-            cast = x.is_floating_point() and x.dtype != torch.float64 and torch.is_autocast_enabled(x.device.type)
+            cast = x.is_floating_point() and x.dtype != torch.float64 and has_autocast(x.device.type)
             if x.dtype != dtype and not cast:
                 raise TypeError(f"{name} must have the dtype of the parameters, {dtype}, got {x.dtype}")
-            if x.device != self.out_proj.weight.device:
-                raise ValueError(
-                    f"{name} must be on the device of the parameters, {self.out_proj.weight.device}, got {x.device}"
-                )
+            if x.device != weight.device:
+                raise ValueError(f"{name} must be on the device of the parameters, {weight.device}, got {x.device}")
             if x.shape[batch_dim] != query.shape[batch_dim]:
                 sizes = query.shape[batch_dim], x.shape[batch_dim]
                 raise ValueError(f"{name} must have the batch size of query, {sizes[0]}, got {sizes[1]}")

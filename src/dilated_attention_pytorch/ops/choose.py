@@ -46,13 +46,18 @@ def choose_for(
     return choose(backend, Request.of(q, k, options, kind=layout.kind, return_lse=return_lse, named=named))
 
 
+def has_autocast(device_type: str) -> bool:
+    """Whether this is inside an autocast region for the device."""
+    return device_type != "meta" and torch.is_autocast_enabled(device_type)
+
+
 def leave_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, AbstractContextManager[Any]]:
     """Inside an autocast region attention takes its dtype, once, and then computes as it does elsewhere.
 
     `scaled_dot_product_attention` does the same. Left on, autocast would round every product inside to that dtype.
     """
     device_type = q.device.type if isinstance(q, Tensor) else "cpu"
-    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
+    if not has_autocast(device_type):
         return q, k, v, nullcontext()
     dtype = torch.get_autocast_dtype(device_type)
     q, k, v = (
