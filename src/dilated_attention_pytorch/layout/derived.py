@@ -9,6 +9,7 @@ import torch
 
 from ..patterns.tokens import UNBOUNDED, Interval
 from . import build
+from .eager import is_plain
 from .lists import BlockList
 from .rules import NOTHING
 
@@ -68,7 +69,8 @@ def causal(layout: BlockLayout) -> BlockLayout:
     rules = torch.cat((layout.rules, everything))
     causal_right = rules[..., 1:2].clamp(max=0)
     by_query = BlockList.pack(row[order], column[order], (partial | crossing)[order], rule[order], num_rows)
-    trim = layout.device.type == "cpu" and not torch.compiler.is_dynamo_compiling()
+    known = not torch.compiler.is_dynamo_compiling() and is_plain(layout.by_query.indices)
+    trim = layout.device.type == "cpu" and known
     return type(layout)(
         seq_q=layout.seq_q,
         seq_k=layout.seq_k,

@@ -14,8 +14,10 @@ from ..layout.checks import block_pair
 from ..ops import BlockSparseWeights, TopK, attention_with_weights, block_sparse_attention, select_blocks
 from ..ops.checks import check_device_and_dtype, check_qkv, check_scale
 from ..ops.choose import check_backend, leave_autocast
+from ..ops.named import Opened
 from ..ops.scores import Scorer
-from ..ops.select import Selector, check_selector, scorer_of
+from ..ops.select import OURS, check_selector, scorer_of
+from ..ops.selectors import Selector
 from ..options import OptionKeywords
 from ..patterns import SparsePatternConfig
 from ..patterns.base import check_flag, check_int, shown
@@ -23,9 +25,10 @@ from ..patterns.blocks import check_ratio
 from ..patterns.config import as_unused
 from .attention import module_options, one_dropout, usual_options
 from .gate import BlockGate
+from .opening import Openable
 
 
-class BlockSparseAdaptive(nn.Module):
+class BlockSparseAdaptive(Openable, nn.Module):
     """Exact attention (one softmax a row) over the blocks that `select_blocks` keeps, for every sample and head.
 
     Args:
@@ -96,7 +99,6 @@ class BlockSparseAdaptive(nn.Module):
         self.scale = scale
         self.dropout = one_dropout(dropout, attention_dropout)
         self.backend = check_backend(backend)
-        self.opening = 0.0
 
     def layout(
         self,
@@ -108,11 +110,17 @@ class BlockSparseAdaptive(nn.Module):
         document_ids: Tensor | None = None,
     ) -> BlockLayout:
         """The blocks of a call; causal inside them with `is_causal`."""
+        selector: Any = self.selector
+        if self._opening_in_graphs is not None:
+            if torch.compiler.is_dynamo_compiling() and type(selector) in OURS:
+                selector = Opened(selector, self._opening_in_graphs)
+            else:
+                selector = selector.opened(self.opening)
         return select_blocks(
             q,
             k,
             scorer=self.scorer,
-            selector=self.selector.opened(self.opening) if self.opening else self.selector,
+            selector=selector,
             block_size=self.block_size,
             is_causal=is_causal,
             sink=self.sink,

@@ -6,7 +6,6 @@ import dataclasses
 import operator
 from collections.abc import Sequence
 from functools import partial
-from math import ceil
 from typing import Any, Unpack
 
 import torch
@@ -14,26 +13,24 @@ from torch import Tensor, nn
 
 from ..distributed import Placement, ring_block_sparse_attention
 from ..distributed.exchange import Group
-from ..layout.eager import value_cache
 from ..ops import BlockSparseWeights, attention_with_weights, block_sparse_attention
 from ..ops.checks import check_device_and_dtype, check_dropout, check_qkv, check_scale
 from ..ops.choose import check_backend
+from ..ops.named import Opened, opened_once
 from ..options import OptionKeywords
 from ..patterns import Causal, Pattern, SparsePatternConfig
 from ..patterns.base import check_flag
-from ..patterns.blocks import ceil_div, check_branches
+from ..patterns.blocks import check_branches
 from ..patterns.config import DEFAULT_DILATION_RATES, DEFAULT_SEGMENT_LENGTHS, as_unused
-from ..patterns.opening import opened
+from ..patterns.opening import window_of
+from .opening import Openable
 from .pooled import POOL_FIELDS, Pooled, only_pool_options, split_pool_options
 from .ringed import Ringed, heard_by_all
-
-# Windows that a schedule may open, between none and everything: each is a layout of its own.
-OPENINGS = 32
 
 PATTERN_FIELDS = tuple(field.name for field in dataclasses.fields(SparsePatternConfig))
 
 
-class BlockSparseAttention(Ringed, Pooled, nn.Module):
+class BlockSparseAttention(Openable, Ringed, Pooled, nn.Module):
     """Exact attention over the pairs that a pattern allows (union: one softmax a row, a key counts once).
 
     Args:
@@ -77,7 +74,6 @@ class BlockSparseAttention(Ringed, Pooled, nn.Module):
         self.scale = scale
         self.dropout = one_dropout(dropout, attention_dropout)
         self.backend = check_backend(backend)
-        self.opening = 0.0
 
     def pattern(self, is_causal: bool = False) -> Pattern:
         """The pattern of a call."""
@@ -89,8 +85,7 @@ class BlockSparseAttention(Ringed, Pooled, nn.Module):
         pattern = self.pattern(is_causal)
         if self.opening == 0.0:
             return pattern
-        window = ceil(self.opening * OPENINGS) * ceil_div(operator.index(tokens), OPENINGS)
-        return _opened(pattern, window)
+        return opened_once(pattern, window_of(self.opening, operator.index(tokens)))
 
     @heard_by_all
     def forward(
@@ -114,10 +109,13 @@ class BlockSparseAttention(Ringed, Pooled, nn.Module):
         ring = self.ring_options(placement, return_attention_weights)
         attend: Any = attention_with_weights if return_attention_weights else block_sparse_attention
         attend = ring_block_sparse_attention if ring else attend
-        pattern = self.pattern(is_causal)
-        if self.opening:
+        pattern: Any = self.pattern(is_causal)
+        if self._opening_in_graphs is not None:
             check_qkv(q, k, v)
-            pattern = self.open_pattern(is_causal, self.whole_length(max(q.shape[1], k.shape[1]), placement))
+            if torch.compiler.is_dynamo_compiling() and attend is block_sparse_attention:
+                pattern = Opened(pattern, self._opening_in_graphs)
+            else:
+                pattern = self.open_pattern(is_causal, self.whole_length(max(q.shape[1], k.shape[1]), placement))
         run = partial(
             attend,
             q,
@@ -223,9 +221,6 @@ class BlockSparseHierarchical(BlockSparseRingDilatedAttention):
             dtype=dtype,
             **pool_options,
         )
-
-
-_opened = value_cache(opened)  # the same object every time
 
 
 def check_segments(segment_lengths: Sequence[int] | None, dilation_rates: Sequence[int] | None) -> None:

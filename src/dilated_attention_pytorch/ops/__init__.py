@@ -9,7 +9,8 @@ from .fast_path import set_fast_path
 from .fidelity import kept_mass
 from .merge import merge_attention
 from .scores import Antidiagonal, MeanPooled, MinMaxBound, Moments, SampledRows
-from .select import CumulativeMass, RelativeThreshold, SharedBudget, TopK, block_masses, select_blocks
+from .select import block_masses, select_blocks
+from .selectors import CumulativeMass, RelativeThreshold, SharedBudget, TopK
 from .weights import BlockSparseWeights
 
 __all__ = [

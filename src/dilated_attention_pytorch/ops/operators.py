@@ -27,7 +27,7 @@ def flattened(
     """The whole and its parts, as the operators take them: with the order of work that the backend walks them in."""
     named = [layout for layout in layouts if isinstance(layout, NamedLayout)]
     if named and not named[0].lasts:
-        return [], *names_of(named)
+        return names_of(named)
     needs_work_order = backend.needs_work_order
     tensors: list[Tensor] = []
     sizes: list[int] = []
@@ -39,7 +39,7 @@ def flattened(
 
 
 def _found(q: Tensor, k: Tensor, lists: Sequence[Tensor], sizes: Sequence[int], names: str) -> list[BlockLayout]:
-    return layouts_of(q, k, sizes, names) if names else BlockLayout.unflatten_all(lists, sizes)
+    return layouts_of(q, k, lists, sizes, names) if names else BlockLayout.unflatten_all(lists, sizes)
 
 
 def _forward(

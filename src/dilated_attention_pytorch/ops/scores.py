@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ..backends.base import compute_dtype
-from ..patterns.base import check_int, shown
+from ..patterns.base import Value, check_int, shown
 from ..patterns.blocks import ceil_div
 
 # Estimated scores held at a time.
@@ -95,7 +95,7 @@ class Blocked:
 
 
 @dataclass(frozen=True)
-class MeanPooled:
+class MeanPooled(Value):
     """Mean queries times mean keys, of blocks (MoBA's rule) or of patches of `queries` × `keys` tokens in them."""
 
     queries: int | None = None
@@ -103,6 +103,7 @@ class MeanPooled:
 
     def __post_init__(self) -> None:
         _check_parts(self)
+        super().__post_init__()
 
     def features(self, queries: Blocked, keys: Blocked, scale: float) -> tuple[Tensor, Tensor]:
         rows, columns = queries.parts(self.queries or queries.block), keys.parts(self.keys or keys.block)
@@ -110,7 +111,7 @@ class MeanPooled:
 
 
 @dataclass(frozen=True)
-class MinMaxBound:
+class MinMaxBound(Value):
     """The largest score that a key in the box around a block's keys could have; or in boxes around `keys` of them."""
 
     queries: int | None = None
@@ -118,6 +119,7 @@ class MinMaxBound:
 
     def __post_init__(self) -> None:
         _check_parts(self)
+        super().__post_init__()
 
     def features(self, queries: Blocked, keys: Blocked, scale: float) -> tuple[Tensor, Tensor]:
         mean = queries.parts(self.queries or queries.block).mean() * scale
@@ -127,7 +129,7 @@ class MinMaxBound:
 
 
 @dataclass(frozen=True)
-class Moments:
+class Moments(Value):
     """Mean and variance of a block's keys: log of the mean of exp(q·k) is q·mean + q²·variance / 2, to second order.
 
     Covariances between coordinates are left out. For blocks, or for patches of `queries` × `keys` tokens in them.
@@ -138,6 +140,7 @@ class Moments:
 
     def __post_init__(self) -> None:
         _check_parts(self)
+        super().__post_init__()
 
     def features(self, queries: Blocked, keys: Blocked, scale: float) -> tuple[Tensor, Tensor]:
         keys = keys.parts(self.keys or keys.block)
@@ -147,13 +150,14 @@ class Moments:
 
 
 @dataclass(frozen=True)
-class Antidiagonal:
+class Antidiagonal(Value):
     """The mean score of every `stride`-th antidiagonal: a `stride`-th of all pairs, with every query and every key."""
 
     stride: int = 8
 
     def __post_init__(self) -> None:
         check_int("stride", self.stride, least=1)
+        super().__post_init__()
 
     def features(self, queries: Blocked, keys: Blocked, scale: float) -> tuple[Tensor, Tensor]:
         rows = queries.parts(self.stride)
@@ -162,13 +166,14 @@ class Antidiagonal:
 
 
 @dataclass(frozen=True)
-class SampledRows:
+class SampledRows(Value):
     """Every `stride`-th query against every key: for those queries the masses are true."""
 
     stride: int = 8
 
     def __post_init__(self) -> None:
         check_int("stride", self.stride, least=1)
+        super().__post_init__()
 
     def features(self, queries: Blocked, keys: Blocked, scale: float) -> tuple[Tensor, Tensor]:
         parts = queries.parts(self.stride)

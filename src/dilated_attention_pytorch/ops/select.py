@@ -13,11 +13,12 @@ padding and documents, float64, `torch.compile`.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import MappingProxyType, ModuleType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,11 +30,13 @@ from ..layout.build import Span
 from ..layout.checks import block_pair
 from ..layout.eager import is_plain_eager, plain_cache
 from ..layout.lists import HOST
-from ..patterns.base import check_flag, check_int, shown
-from ..patterns.blocks import check_ratio
+from ..patterns.base import check_flag, check_int, shown, value_of
+from ..patterns.blocks import ceil_div
 from ..patterns.tokens import EVERYTHING, Interval
 from .checks import check_masks, check_qkv, check_scale
+from .named import Opened
 from .scores import Antidiagonal, Blocked, MeanPooled, MinMaxBound, Moments, SampledRows, Scorer, estimated_masses
+from .selectors import CumulativeMass, Grid, RelativeThreshold, Selector, SharedBudget, TopK
 
 SCORERS: Mapping[str, Scorer] = MappingProxyType(
     {
@@ -47,203 +50,7 @@ SCORERS: Mapping[str, Scorer] = MappingProxyType(
     }
 )
 
-
-# Mass 1 as an integer.
-_ONE = 2**40
-
-
-@dataclass(frozen=True, eq=False)
-class Grid:
-    """The blocks of a call that may be kept, and those that must be.
-
-    Attributes:
-        visible, forced: bool [query blocks, key blocks], `visible` with (batch, 1) before them where masks hide blocks.
-        ends: int32 [query blocks]: a row sees the blocks before that one, masks aside.
-        last_full: [query blocks], the last key block whose pairs are all visible; −1 for none.
-        num_visible, num_forced: how many there are in each row, masks aside: budgets are counted on these, so that
-            the host knows them.
-    """
-
-    visible: Tensor
-    forced: Tensor
-    ends: Tensor
-    last_full: Tensor
-    num_visible: tuple[int, ...]
-    num_forced: tuple[int, ...]
-
-    def priority(self, masses: Tensor) -> Tensor:
-        """The masses with forced blocks before and invisible ones behind all others."""
-        return masses.masked_fill(self.forced, torch.inf).masked_fill(~self.visible, -1.0)
-
-
-class Selector(Protocol):
-    """Which blocks of `masses` [batch, lists, query blocks, key blocks] to keep.
-
-    `keep` gives a bool mask; what cannot be seen may be in it, for nothing. `max_blocks` bounds how many blocks of a
-    sample it keeps, an int that depends on no input. `opened` is the selector on its way (0) to keeping all (1).
-    """
-
-    def keep(self, masses: Tensor, grid: Grid) -> Tensor: ...
-
-    def max_blocks(self, grid: Grid, lists: int) -> int: ...
-
-    def opened(self, opening: float) -> Selector: ...
-
-
-@dataclass(frozen=True)
-class SharedBudget:
-    """The heaviest `share` of all visible blocks of a layer, whichever head and row they are in.
-
-    How many blocks a row gets depends on what the other rows need, later ones too. Where a causal model must learn
-    nothing at all from that, use `TopK`.
-    """
-
-    share: float
-
-    def __post_init__(self) -> None:
-        check_ratio("share", self.share)
-
-    def opened(self, opening: float) -> SharedBudget:
-        return replace(self, share=_towards_one(self.share, opening))
-
-    def max_blocks(self, grid: Grid, lists: int) -> int:
-        return max(round(self.share * sum(grid.num_visible) * lists), sum(grid.num_forced) * lists)
-
-    def keep(self, masses: Tensor, grid: Grid) -> Tensor:
-        return _first(grid.priority(masses).flatten(1), self.max_blocks(grid, masses.shape[1])).view_as(masses)
-
-
-@dataclass(frozen=True)
-class TopK:
-    """The heaviest blocks of each row; a row depends on no other.
-
-    Args:
-        share: of the visible blocks, over all rows.
-        even: every row gets the same number (all of its blocks, if it has fewer), chosen to meet the share; else
-            every row the same share of its own.
-        across_heads: the heads of a row compete for its blocks; else each head has as many.
-    """
-
-    share: float
-    even: bool = False
-    across_heads: bool = False
-
-    def __post_init__(self) -> None:
-        check_ratio("share", self.share)
-        check_flag("even", self.even)
-        check_flag("across_heads", self.across_heads)
-
-    def opened(self, opening: float) -> TopK:
-        return replace(self, share=_towards_one(self.share, opening))
-
-    def counts(self, grid: Grid, lists: int) -> list[int]:
-        """Blocks of each row: of one head, or of all that compete for them."""
-        total = self.share * sum(grid.num_visible)
-        level = _level(grid.num_visible, total) if self.even else 0.0
-        lists = lists if self.across_heads else 1
-        counts = []
-        for visible, forced in zip(grid.num_visible, grid.num_forced, strict=True):
-            wanted = min(level, visible) if self.even else self.share * visible
-            counts.append(max(round(wanted * lists), forced * lists, min(visible, 1)))
-        return counts
-
-    def max_blocks(self, grid: Grid, lists: int) -> int:
-        return sum(self.counts(grid, lists)) * (1 if self.across_heads else lists)
-
-    def keep(self, masses: Tensor, grid: Grid) -> Tensor:
-        counts = self.counts(grid, masses.shape[1])
-        limits = _on_device(tuple(counts), masses.device)
-        priority = grid.priority(masses)
-        if not self.across_heads:
-            return _first(priority, max(counts), limits)
-        kept = _first(priority.transpose(1, 2).flatten(2), max(counts), limits)
-        return kept.unflatten(2, (masses.shape[1], -1)).transpose(1, 2)
-
-
-@dataclass(frozen=True)
-class CumulativeMass:
-    """In each row the heaviest blocks, until they hold `mass` of it; of all blocks of a layer at most a share."""
-
-    mass: float
-    at_most: float = 1.0
-
-    def __post_init__(self) -> None:
-        check_ratio("mass", self.mass, "a row's attention")
-        check_ratio("at_most", self.at_most)
-
-    def opened(self, opening: float) -> Selector:
-        if opening == 1.0:
-            return SharedBudget(1.0)  # rounded masses may add up to 1 before the last block
-        return CumulativeMass(_towards_one(self.mass, opening), _towards_one(self.at_most, opening))
-
-    def max_blocks(self, grid: Grid, lists: int) -> int:
-        return SharedBudget(self.at_most).max_blocks(grid, lists)
-
-    def keep(self, masses: Tensor, grid: Grid) -> Tensor:
-        order = grid.priority(masses).sort(dim=-1, descending=True, stable=True).indices
-        ordered = (masses.gather(-1, order) * _ONE).long()  # sums of integers are the same in any order
-        before = ordered.cumsum(-1) - ordered  # a block is wanted while those before it hold too little
-        wanted = torch.zeros_like(masses, dtype=torch.bool).scatter(-1, order, before < round(self.mass * _ONE))
-        return _at_most(self, masses, wanted, grid)
-
-
-@dataclass(frozen=True)
-class RelativeThreshold:
-    """In each row the blocks with at least `ratio` of its largest mass; of all blocks of a layer at most a share."""
-
-    ratio: float
-    at_most: float = 1.0
-
-    def __post_init__(self) -> None:
-        check_ratio("ratio", self.ratio, "a row's largest mass")
-        check_ratio("at_most", self.at_most)
-
-    def opened(self, opening: float) -> Selector:
-        if opening == 1.0:
-            return SharedBudget(1.0)
-        return RelativeThreshold(self.ratio * (1.0 - opening), _towards_one(self.at_most, opening))
-
-    def max_blocks(self, grid: Grid, lists: int) -> int:
-        return SharedBudget(self.at_most).max_blocks(grid, lists)
-
-    def keep(self, masses: Tensor, grid: Grid) -> Tensor:
-        return _at_most(self, masses, masses >= self.ratio * masses.amax(-1, keepdim=True), grid)
-
-
-def _towards_one(share: float, opening: float) -> float:
-    return share + (1.0 - share) * opening
-
-
-def _at_most(selector: CumulativeMass | RelativeThreshold, masses: Tensor, wanted: Tensor, grid: Grid) -> Tensor:
-    wanted = wanted | grid.forced
-    if selector.at_most == 1.0:
-        return wanted
-    return SharedBudget(selector.at_most).keep(masses.masked_fill(~wanted, -0.5), grid) & wanted
-
-
-def _first(priority: Tensor, most: int, limits: Tensor | None = None) -> Tensor:
-    """True for the `most` largest values of the last dimension; of a row of the one before it, its limit of them."""
-    chosen = priority.topk(min(most, priority.shape[-1]), sorted=limits is not None).indices
-    keep = torch.zeros_like(priority, dtype=torch.bool)
-    if limits is None:
-        return keep.scatter_(-1, chosen, True)
-    rank = torch.arange(chosen.shape[-1], device=priority.device)
-    return keep.scatter_(-1, chosen, (rank < limits[:, None]).expand_as(chosen))
-
-
-def _level(sizes: tuple[int, ...], total: float) -> float:
-    """The level with Σ min(level, size) = total."""
-    left = len(sizes)
-    for size in sorted(sizes):
-        if size * left >= total:
-            return total / left
-        total, left = total - size, left - 1
-    return float(max(sizes))
-
-
-@plain_cache(64)
-def _on_device(counts: tuple[int, ...], device: torch.device) -> Tensor:
-    return torch.tensor(counts, device=device)
+OURS = (SharedBudget, TopK, CumulativeMass, RelativeThreshold)
 
 
 @plain_cache(64)
@@ -317,7 +124,7 @@ def select_blocks(
     k: Tensor,
     *,
     scorer: str | Scorer = "patches",
-    selector: Selector,
+    selector: Selector | Opened,
     block_size: int | tuple[int, int] = 64,
     is_causal: bool = False,
     sink: int = 1,
@@ -349,44 +156,157 @@ def select_blocks(
     check_int("sink", sink, least=0)
     check_int("local", local, least=0)
     check_flag("per_kv_head", per_kv_head)
-    check_selector(selector)
-    lengths, masked = (q.shape[1], k.shape[1]), key_padding_mask is not None or document_ids is not None
+    chosen_by: Any
+    chosen_by, opening = selector if isinstance(selector, Opened) else (selector, None)
+    check_selector(chosen_by)
+    how = _How(*blocks, is_causal, sink, local, per_kv_head, scale)
+    traced = not is_plain_eager(q, k) and type(chosen_by) in OURS  # another is traced itself, for these lengths alone
+    choose = _choose_by_operator if traced else _choose
+    by_query, rule, work = choose(q, k, scorer, chosen_by, opening, how, key_padding_mask, document_ids)
+    layout = BlockLayout(
+        seq_q=q.shape[1],
+        seq_k=k.shape[1],
+        block_q=blocks[0],
+        block_k=blocks[1],
+        by_query=by_query,
+        num_heads=k.shape[2] if per_kv_head else q.shape[2],
+        batch_size=q.shape[0],
+        rules=rule,
+        documents=rule.new_empty(2, 0),
+        branches=rule.new_empty(0, 0, 3),
+        checked=True,
+    )
+    if work is not None:
+        layout._derived["query_work"] = work
+    return layout
+
+
+class _How(NamedTuple):
+    """How blocks are chosen, apart from scorer, selector and masks."""
+
+    block_q: int
+    block_k: int
+    is_causal: bool
+    sink: int
+    local: int
+    per_kv_head: bool
+    scale: float
+
+
+def _choose(
+    q: Tensor,
+    k: Tensor,
+    scorer: Scorer,
+    selector: Selector,
+    opening: Tensor | None,
+    how: _How,
+    key_padding_mask: Tensor | None,
+    document_ids: Tensor | None,
+) -> tuple[BlockList, Tensor, Tensor | None]:
+    """The lists, the rule of all partial blocks, and the order of work if it came along."""
+    if opening is not None:
+        selector = selector.opened(opening.item())
+    blocks, is_causal, scale = (how.block_q, how.block_k), how.is_causal, how.scale
+    lengths = operator.index(q.shape[1]), operator.index(k.shape[1])
+    masked = key_padding_mask is not None or document_ids is not None
     kernels = None if masked else _kernels(q)
     patch = _patch_of(scorer, blocks)
     if kernels and patch and kernels.can_pool(q.shape[3], q.dtype, blocks, patch):
         masses = kernels.masses(q, k, blocks, patch, is_causal=is_causal, scale=scale)
     else:
         masses = estimated_masses(q, k, scorer, blocks, is_causal=is_causal, scale=scale, hidden=key_padding_mask)
-    if per_kv_head:
+    if how.per_kv_head:
         masses = masses.unflatten(1, (k.shape[2], -1)).mean(2)
-    grid = grid_of(lengths, blocks, is_causal, sink, local, q.device)
+    grid = grid_of(lengths, blocks, is_causal, how.sink, how.local, q.device)
     if masked:
         grid = _masked(grid, lengths, blocks, key_padding_mask, document_ids)
         masses = masses.masked_fill(~grid.visible, 0.0)
         masses = masses / masses.sum(-1, keepdim=True).clamp(min=torch.finfo(masses.dtype).tiny)
-    made = {}
+    rule = _rule(is_causal, q.device)
     if kernels and (type(selector) is TopK or type(selector) is SharedBudget):
         team = _team(selector, grid, masses.shape[1])
-        by_query, made["query_work"] = kernels.lists(masses, *team)
+        by_query, work = kernels.lists(masses, *team)
+        return by_query, rule, work
+    keep = selector.keep(masses, grid) & grid.visible
+    return _listed(keep, grid.last_full, q.shape[0] * _places(selector, grid, masses.shape[1])), rule, None
+
+
+def _choose_by_operator(
+    q: Tensor,
+    k: Tensor,
+    scorer: Scorer,
+    selector: Selector,
+    opening: Tensor | None,
+    how: _How,
+    key_padding_mask: Tensor | None,
+    document_ids: Tensor | None,
+) -> tuple[BlockList, Tensor, Tensor | None]:
+    """The same where something looks on: an operator, for lengths that may be symbolic."""
+    features: list[Tensor] = []
+    name = ""
+    if type(scorer) in (type(each) for each in SCORERS.values()):
+        name = scorer.text  # type: ignore[attr-defined]
     else:
-        keep = selector.keep(masses, grid) & grid.visible
-        by_query = _listed(keep, grid.last_full, q.shape[0] * _places(selector, grid, masses.shape[1]))
-    rules, documents, branches = _rules(is_causal, q.device)
-    layout = BlockLayout(
-        seq_q=lengths[0],
-        seq_k=lengths[1],
-        block_q=blocks[0],
-        block_k=blocks[1],
-        by_query=by_query,
-        num_heads=masses.shape[1],
-        batch_size=q.shape[0],
-        rules=rules,
-        documents=documents,
-        branches=branches,
-        checked=True,
-    )
-    layout._derived.update(made)
-    return layout
+        blocked = Blocked.of(q, how.block_q), Blocked.of(k, how.block_k, key_padding_mask)
+        features = list(scorer.features(*blocked, how.scale))
+    given = features, name, selector.text, opening  # type: ignore[attr-defined]
+    offsets, splits, indices, rule, *work = _choice(q, k, *given, *how, key_padding_mask, document_ids)
+    return BlockList(offsets, splits, indices, offsets.new_empty(0)), rule, work[0] if work else None
+
+
+@dataclass(frozen=True)
+class _Featured:
+    """A scorer that was asked already."""
+
+    rows: Tensor
+    columns: Tensor
+
+    def features(self, queries: Blocked, keys: Blocked, scale: float) -> tuple[Tensor, Tensor]:
+        return self.rows, self.columns
+
+
+@torch.library.custom_op(
+    "dilated_attention_pytorch::select_blocks", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,)
+)
+def _choice(
+    q: Tensor,
+    k: Tensor,
+    features: list[Tensor],
+    scorer: str,
+    selector: str,
+    opening: Tensor | None,
+    block_q: int,
+    block_k: int,
+    is_causal: bool,
+    sink: int,
+    local: int,
+    per_kv_head: bool,
+    scale: float,
+    key_padding_mask: Tensor | None,
+    document_ids: Tensor | None,
+) -> list[Tensor]:
+    how = _How(block_q, block_k, is_causal, sink, local, per_kv_head, scale)
+    asked = _Featured(*features) if features else value_of(scorer)
+    masks = key_padding_mask, document_ids
+    lists, rule, work = _choose(q, k, asked, value_of(selector), opening, how, *masks)
+    results = [lists.offsets, lists.splits, lists.indices, rule.clone()]
+    if not q.is_cuda:
+        return results
+    return [*results, lists.work(q.shape[0] * (k if per_kv_head else q).shape[2]) if work is None else work]
+
+
+@_choice.register_fake
+def _(q, k, features, scorer, selector, opening, block_q, block_k, is_causal, sink, local, per_kv_head, scale, *masks):  # type: ignore[no-untyped-def]
+    (batch, seq_q, heads, _), seq_k = q.shape, k.shape[1]
+    lists = k.shape[2] if per_kv_head else heads
+    rows = batch * lists * ceil_div(seq_q, block_q)
+    if opening is None and all(isinstance(n, int) for n in (batch, lists, seq_q, seq_k)):
+        grid = grid_of((seq_q, seq_k), (block_q, block_k), is_causal, sink, local, HOST)
+        places = batch * _places(value_of(selector), grid, lists)
+    else:
+        places = torch.library.get_ctx().new_dynamic_size()
+    shapes = [(rows + 1,), (rows,), (places,), (1, 1, len(EVERYTHING)), *([(rows, 4)] if q.is_cuda else [])]
+    return [q.new_empty(shape, dtype=torch.int32) for shape in shapes]
 
 
 def _places(selector: Selector, grid: Grid, lists: int) -> int:
@@ -446,15 +366,15 @@ def _listed(keep: Tensor, last_full: Tensor, places: int) -> BlockList:
     splits = torch.where(up_to[:, 0] < 0, offsets[:-1], ends.gather(1, up_to.clamp(min=0))[:, 0])
     # The p-th kept block stands where the count reaches p.
     wanted = torch.arange(1, places + 1, dtype=torch.int32, device=keep.device)
-    indices = torch.searchsorted(count, wanted, out_int32=len(count) < 2**31) % num_k
+    small: Any = {"out_int32": True} if len(count) < 2**31 else {}  # a symbolic bool is no argument
+    indices = torch.searchsorted(count, wanted, **small) % num_k
     return BlockList(offsets, splits, indices.int(), offsets.new_empty(0))
 
 
 @plain_cache(64)
-def _rules(is_causal: bool, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Of a layout; its documents, none; its branches, none."""
-    rule = torch.tensor([[Interval(right=0) if is_causal else EVERYTHING]], dtype=torch.int32, device=device)
-    return rule, rule.new_empty(2, 0), rule.new_empty(0, 0, 3)
+def _rule(is_causal: bool, device: torch.device) -> Tensor:
+    """Of all partial blocks."""
+    return torch.tensor([[Interval(right=0) if is_causal else EVERYTHING]], dtype=torch.int32, device=device)
 
 
 def scorer_of(scorer: str | Scorer) -> Scorer:

@@ -9,10 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from math import ceil
 
 from .base import And, Or, Pattern, PerHead
-from .blocks import BlockPattern, Blocks, DilatedBlocks, GlobalBlocks, LocalBlocks
+from .blocks import BlockPattern, Blocks, DilatedBlocks, GlobalBlocks, LocalBlocks, ceil_div
 from .tokens import SlidingWindow
+
+# Windows that a schedule may open, between none and everything: each is a layout of its own.
+OPENINGS = 32
+
+
+def window_of(opening: float, tokens: int) -> int:
+    """The window that an opening, a share in (0, 1], stands for in a sequence of so many tokens."""
+    return ceil(opening * OPENINGS) * ceil_div(tokens, OPENINGS)
 
 
 def opened(pattern: Pattern, window: int) -> Pattern:
