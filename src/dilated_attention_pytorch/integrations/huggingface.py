@@ -37,6 +37,9 @@ from ..patterns import And, Blocks, DilatedBlocks, Documents, Full, Or, Pattern,
 from ..patterns.base import check_int, constant_in_graphs, numbered
 from ..patterns.blocks import BlockPattern, ceil_div
 from .hf_mask import Facts, Mask, Unmasked, mask_of_call
+from .hf_models import Calls, keep, verify
+
+__all__ = ["register", "verify"]
 
 # Keywords that reach every attention of transformers and change nothing in it.
 WITHOUT_EFFECT = frozenset(
@@ -94,6 +97,7 @@ def register(
     )
     AttentionInterface.register(name, attention.attend)
     AttentionMaskInterface.register(name, attention.mask)
+    keep(name)
 
 
 def _check_name(name: str) -> None:
@@ -184,17 +188,22 @@ class _Attention:
         **keywords: Any,
     ) -> tuple[Tensor, None]:
         """See `AttentionInterface`: (batch, heads, seq, head_dim) in, (batch, seq, heads, head_dim) out."""
+        Calls.add()
         mask = _mask_of(module, query, key, attention_mask, is_causal)
         _refuse(module, mask.facts, is_causal, sliding_window, keywords)
         layer = self._layer_of(module)
         pattern = _narrowed(layer.pattern.number, *mask.facts.window)
-        options: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sinks": s_aux, "backend": self.backend}
-        qkv = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        options: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": s_aux, "backend": self.backend}
+        head_dim = max(key.shape[-1], value.shape[-1])  # the latent attention of DeepSeek has two
+        qkv = [pad(x, (0, head_dim - x.shape[-1])).transpose(1, 2) for x in (query, key, value)]
         if mask.facts.cached:
             _refuse_in_cache(layer, dropout)
         if mask.facts.cached and mask.facts.recomputed is None:
-            return _decode(*qkv, pattern, mask, layer.anchored, options), None
-        return _attend(*qkv, pattern, mask, layer.anchored, options | {"dropout_p": dropout}), None
+            out = _decode(*qkv, pattern, mask, layer.anchored, options)
+        else:
+            out = _attend(*qkv, pattern, mask, layer.anchored, options | {"dropout_p": dropout})
+        return out[..., : value.shape[-1]], None
 
     def _layer_of(self, module: nn.Module) -> _Layer:
         if not self.layers:
@@ -282,7 +291,8 @@ def _refuse(
             continue
         if name in OF_PACKING and facts.packed:
             continue
-        raise ValueError(f"{name}={value!r} cannot be honoured by attention over a pattern ({kind})")
+        shown = f"tensor {list(value.shape)}" if isinstance(value, Tensor) and value.numel() > 8 else repr(value)
+        raise ValueError(f"{name}={shown} cannot be honoured by attention over a pattern ({kind})")
 
 
 def _refuse_in_cache(layer: _Layer, dropout: float) -> None:
