@@ -8,11 +8,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
+from torch.utils._pytree import tree_leaves
 from transformers import masking_utils
 
 
@@ -83,18 +84,10 @@ class Mask(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         aten, options = torch.ops.aten, kwargs or {}
         if func not in (aten.detach.default, aten.alias.default, aten.clone.default, aten._to_copy.default):
-            # No TypeError: Python would make "unsupported operand type(s) for +: 'Tensor' and 'Mask'" of it.
-            model = next(x.facts.model for x in (*args, *options.values()) if isinstance(x, Mask))
-            raise ValueError(
-                f"{model} cannot be given a pattern: it computes attention itself, not by transformers' "
-                f"AttentionInterface (its mask, which is for the pattern's attention alone, got to {func})"
-            )
+            _refuse_use(func, args, options)
         mask = args[0]
         if options.get("dtype", torch.bool) != torch.bool:
-            raise ValueError(
-                f"{mask.facts.model} cannot be given a pattern: it makes a mask of its own of the one for its "
-                f"attention, in {options['dtype']}"
-            )
+            _refuse_use(options["dtype"], args, options)
         names, (shape, device, facts) = mask.__tensor_flatten__()
         device = options.get("device", device)
         moved = {name: getattr(mask, name).to("cpu" if name in cls.COUNTS else device) for name in names}
@@ -102,6 +95,15 @@ class Mask(Tensor):
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"Mask(shape={list(self.shape)}, {self.facts})"
+
+
+def _refuse_use(use: object, *arguments: object) -> NoReturn:
+    # No TypeError: Python would make "unsupported operand type(s) for +: 'Tensor' and 'Mask'" of it.
+    model = next(x.facts.model for x in tree_leaves(arguments) if isinstance(x, Mask))
+    raise ValueError(
+        f"{model} cannot be given a pattern: it looks into the mask that it asks for ({use}), which is for attention "
+        "by transformers' AttentionInterface alone; it attends, or chooses keys, by itself as well"
+    )
 
 
 class Unmasked:
@@ -248,9 +250,11 @@ class _Rule(NamedTuple):
     document_ids: Tensor | None = None
 
     def within(self, left: int | None, right: int | None) -> _Rule:
-        bounds = zip(self.window, (left, right), strict=True)
-        window = tuple(min((bound for bound in pair if bound is not None), default=None) for pair in bounds)
-        return self._replace(window=window)
+        left, right = (
+            min((bound for bound in pair if bound is not None), default=None)
+            for pair in zip(self.window, (left, right), strict=True)
+        )
+        return self._replace(window=(left, right))
 
 
 def _understood(mask_function: Callable[..., Any], model: str) -> _Rule:

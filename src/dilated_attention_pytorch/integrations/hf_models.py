@@ -12,9 +12,9 @@ import inspect
 import re
 import sys
 import warnings
-from collections.abc import Callable, Mapping
-from functools import lru_cache, wraps
-from typing import Any, ClassVar
+from collections.abc import Mapping
+from functools import lru_cache, partial, wraps
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,9 +27,9 @@ NAMES: set[str] = set()  # that patterns are registered under
 
 def keep(name: str) -> None:
     """From now on models that are given this name are looked at."""
-    NAMES.add(name)
-    if not hasattr(PreTrainedModel.get_correct_attn_implementation, "__wrapped__"):
+    if not NAMES:
         _look_at_models()
+    NAMES.add(name)
 
 
 def _look_at_models() -> None:
@@ -41,7 +41,7 @@ def _look_at_models() -> None:
         self: PreTrainedModel, requested_attention: str | None, *args: Any, **kwargs: Any
     ) -> str:
         if requested_attention in NAMES:
-            _refuse(type(self))
+            _look_at(type(self))
             _Watch(self)
         return check(self, requested_attention, *args, **kwargs)
 
@@ -49,20 +49,36 @@ def _look_at_models() -> None:
     def set_attn_implementation(
         self: PreTrainedModel, attn_implementation: str | dict[str, Any], *args: Any, **kwargs: Any
     ) -> None:
-        if attn_implementation in NAMES:  # else transformers logs a warning and leaves the model as it was
-            for module in self.modules():
+        if isinstance(attn_implementation, str) and attn_implementation in NAMES:
+            for module in self.modules():  # otherwise transformers logs a line, and leaves such a model as it was
                 if isinstance(module, PreTrainedModel):
-                    _refuse(type(module))
+                    _look_at(type(module))
         give(self, attn_implementation, *args, **kwargs)
 
-    PreTrainedModel.get_correct_attn_implementation = get_correct_attn_implementation
-    PreTrainedModel.set_attn_implementation = set_attn_implementation
+    PreTrainedModel.get_correct_attn_implementation = get_correct_attn_implementation  # type: ignore[method-assign]
+    PreTrainedModel.set_attn_implementation = set_attn_implementation  # type: ignore[method-assign]
+
+
+def _look_at(model: type) -> None:
+    """Refuse what attends by itself alone, and warn once where a part does."""
+    own, reason = _bypass(model)
+    if reason is not None:
+        raise ValueError(
+            f"{model.__name__} cannot be given a pattern: {reason}; parts of a model can be given a name by a dict, "
+            'such as attn_implementation={"text_config": name}'
+        )
+    if own and model not in warned:
+        warned.add(model)
+        warnings.warn(
+            f"{model.__name__} holds modules without the pattern: {', '.join(own)} do not ask for it", stacklevel=3
+        )
+
+
+warned: set[type] = set()
 
 
 class _Watch:
     """Looks on at the first forward of a model, and warns if nobody called a registered attention meanwhile."""
-
-    warned: ClassVar[set[type]] = set()
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.before = 0
@@ -79,8 +95,8 @@ class _Watch:
             handle.remove()
         kind, name = type(model), model.config._attn_implementation
         silent = Calls.count == self.before and name in NAMES and any(map(_is_attention, model.modules()))
-        if silent and kind not in self.warned:
-            self.warned.add(kind)
+        if silent and kind not in warned:
+            warned.add(kind)
             warnings.warn(
                 f"{kind.__name__} ended a forward without a call of the attention that is registered as {name!r}: "
                 "it computes attention itself, without the pattern",
@@ -104,54 +120,62 @@ def _is_attention(module: nn.Module) -> bool:
 
 
 def verify(model: PreTrainedModel, inputs: Mapping[str, Any] | None = None) -> dict[str, int]:
-    """Run one forward and count the calls of registered attention, module by module.
+    """Run one forward, and count how often each module called registered attention.
 
     Args:
         model: given the name of a pattern.
         inputs: keyword arguments of its forward. By default some tokens, or an image, are made up.
 
     Returns:
-        For each module that called registered attention, by its name in the model, how often it did.
+        The calls of each module that called, by its name in the model.
 
     Raises:
-        ValueError: if an attention module ran and did not, or none did.
+        ValueError: if none did, or an attention module (by the name of its class) ran and did not.
     """
-    given = _made_up(model) if inputs is None else inputs
-    before: dict[str, int] = {}
+    calls = _calls_of_modules(model, _made_up(model) if inputs is None else inputs)
+    called = _innermost([name for name, count in calls.items() if count])
+    silent = _innermost([name for name in calls if not calls[name] and _is_attention(model.get_submodule(name))])
+    silent = [name for name in silent if not any(_is_inside(name, other) for other in called)]
+    if silent or not called:
+        who = [f"{name} ({type(model.get_submodule(name)).__name__})" for name in silent] or ["no module"]
+        raise ValueError(
+            f"{type(model).__name__} does not attend by a registered pattern alone: {', '.join(who)} "
+            f"{'ran and did not call' if silent else 'called'} its attention"
+        )
+    return {name: calls[name] for name in called}
+
+
+@torch.no_grad()
+def _calls_of_modules(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, int]:
+    """Of each module that runs, how often registered attention is called meanwhile."""
     calls: dict[str, int] = {}
 
-    def begin(name: str) -> Callable[..., None]:
-        return lambda *_: before.__setitem__(name, Calls.count)
+    def begin(name: str, *_: object) -> None:
+        calls[name] = calls.get(name, 0) - Calls.count
 
-    def end(name: str) -> Callable[..., None]:
-        return lambda *_: calls.__setitem__(name, calls.get(name, 0) + Calls.count - before[name])
+    def end(name: str, *_: object) -> None:
+        calls[name] += Calls.count
 
     handles = []
     training = [module for module in model.modules() if module.training]
     try:
         for name, module in model.named_modules():
-            handles += [module.register_forward_pre_hook(begin(name)), module.register_forward_hook(end(name))]
-            module.training = False
-        with torch.no_grad():
-            model(**given)
+            handles += [
+                module.register_forward_pre_hook(partial(begin, name)),
+                module.register_forward_hook(partial(end, name)),
+            ]
+        model.eval()
+        model(**inputs)
     finally:
         for handle in handles:
             handle.remove()
         for module in training:
             module.training = True
-    ours = _innermost({name for name, count in calls.items() if count})
-    silent = {name for name, count in calls.items() if not count and _is_attention(model.get_submodule(name))}
-    missed = [name for name in _innermost(silent) if not any(_is_inside(name, other) for other in ours)]
-    if missed or not ours:
-        kinds = sorted({type(model.get_submodule(name)).__name__ for name in missed})
-        who = f"{', '.join(missed)} ({', '.join(kinds)})" if missed else "no module"
-        rest = "computed attention without it" if missed else "called it"
-        raise ValueError(f"{type(model).__name__} does not attend by the registered attention: {who} {rest}")
-    return {name: calls[name] for name in ours}
+    return {name: calls[name] for name, _ in model.named_modules() if name in calls}
 
 
-def _innermost(names: set[str]) -> list[str]:
-    return [name for name in sorted(names) if not any(_is_inside(other, name) for other in names)]
+def _innermost(names: list[str]) -> list[str]:
+    return [name for name in names if not any(_is_inside(other, name) for other in names)]
 
 
 def _is_inside(name: str, other: str) -> bool:
@@ -171,34 +195,32 @@ def _made_up(model: PreTrainedModel) -> dict[str, Tensor]:
     raise ValueError(f"inputs must be given: what {type(model).__name__} takes as {main} cannot be made up")
 
 
-def _refuse(model: type[nn.Module]) -> None:
-    reason = _bypass(model)
-    if reason is not None:
-        raise ValueError(
-            f"{model.__name__} cannot be given a pattern: {reason}; parts of a model can be given a name by a dict, "
-            'such as attn_implementation={"text_config": name}'
-        )
-
-
 @lru_cache
-def _bypass(model: type[nn.Module]) -> str | None:
-    """Why a model does not compute attention by the interface, as far as its source says."""
+def _bypass(model: type) -> tuple[list[str], str | None]:
+    """The attention classes of a model that do not call the interface, as far as its source says; why it is none."""
     parts = _built_of(model)
     table = next((found for found in map(OWN_TABLE.search, parts.values()) if found), None)
     if table:
-        return f"it looks its attention up in {table[1]}, where registered names are not"
-    attentions = sorted(kind.__name__ for kind in parts if "Attention" in kind.__name__)
-    if attentions and not any("get_interface(" in source for source in parts.values()):
-        return f"it computes attention itself ({', '.join(attentions)}), not by transformers' AttentionInterface"
-    return None
+        return [], f"it looks its attention up in {table[1]}, where registered names are not"
+    attentions = [kind for kind in parts if "Attention" in kind.__name__ and not issubclass(kind, PreTrainedModel)]
+    own = sorted(kind.__name__ for kind in attentions if not _may_call(_built_of(kind)))
+    if attentions and not _may_call(parts):
+        return own, f"it computes attention itself ({', '.join(own)}), not by transformers' AttentionInterface"
+    return own, None
 
 
+INTERFACE = re.compile(r"get_interface\(|\bALL_(?!MASK)\w*ATTENTION_FUNCTIONS\b")
 OWN_TABLE = re.compile(r"\b((?!ALL_)\w+)\[(?:self\.)?config\._attn_implementation\]")
 
 
-def _built_of(model: type[nn.Module]) -> dict[type[nn.Module], str]:
+def _may_call(parts: dict[type, str]) -> bool:
+    """A class without a source may do anything."""
+    return any(not source or INTERFACE.search(source) for source in parts.values())
+
+
+def _built_of(model: type) -> dict[type, str]:
     """The source of the class, of those it derives from, of the modules that its constructor names, and so on."""
-    found: dict[type[nn.Module], str] = {}
+    found: dict[type, str] = {}
     left: list[object] = [model]
     while left:
         kind = left.pop()

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from inspect import signature
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +40,8 @@ from .hf_mask import Facts, Mask, Unmasked, mask_of_call
 from .hf_models import Calls, keep, verify
 
 __all__ = ["register", "verify"]
+
+SomeTensor = TypeVar("SomeTensor", Tensor, Tensor | None)
 
 # Keywords that reach every attention of transformers and change nothing in it.
 WITHOUT_EFFECT = frozenset(
@@ -196,13 +198,13 @@ class _Attention:
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         options: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": s_aux, "backend": self.backend}
         head_dim = max(key.shape[-1], value.shape[-1])  # the latent attention of DeepSeek has two
-        qkv = [pad(x, (0, head_dim - x.shape[-1])).transpose(1, 2) for x in (query, key, value)]
+        q, k, v = (pad(x, (0, head_dim - x.shape[-1])).transpose(1, 2) for x in (query, key, value))
         if mask.facts.cached:
             _refuse_in_cache(layer, dropout)
-        if mask.facts.cached and mask.facts.recomputed is None:
-            out = _decode(*qkv, pattern, mask, layer.anchored, options)
+        if isinstance(mask, Mask) and mask.facts.cached and mask.facts.recomputed is None:
+            out = _decode(q, k, v, pattern, mask, layer.anchored, options)
         else:
-            out = _attend(*qkv, pattern, mask, layer.anchored, options | {"dropout_p": dropout})
+            out = _attend(q, k, v, pattern, mask, layer.anchored, options | {"dropout_p": dropout})
         return out[..., : value.shape[-1]], None
 
     def _layer_of(self, module: nn.Module) -> _Layer:
@@ -232,7 +234,7 @@ def _mask_of(
     facts = None if attention_mask is None else attention_mask.facts
     if getattr(module, "is_cross_attention", False) or (facts is not None and facts.crosses):
         raise ValueError(f"a pattern speaks of one sequence that attends to itself; {kind} attends to another")
-    if (facts is None or not (facts.is_causal or facts.crosses is False)) and _takes_another(type(module)):
+    if (facts is None or not (facts.is_causal or facts.crosses is False)) and _takes_another(type(module)):  # type: ignore[arg-type]
         raise ValueError(
             f"a pattern speaks of one sequence that attends to itself; {kind} may attend to another, and got no mask "
             "that says whose keys it has"
@@ -265,6 +267,7 @@ OF_ONE_SEQUENCE = frozenset(
         "past_key_values",
         "position_embeddings",
         "position_ids",
+        "position_mask",
         "self",
     }
 )
@@ -318,18 +321,20 @@ def _attend(
     hidden, ids, first = mask.key_padding_mask, mask.document_ids, mask.first_tokens if anchored else None
     new = q.shape[1]
     if mask.facts.recomputed is not None:
-        k, v, hidden, ids = (None if x is None else x[:, : mask.facts.recomputed] for x in (k, v, hidden, ids))
-        k, v, hidden, ids = (_put_back(x, mask.facts.dropped) for x in (k, v, hidden, ids))
+        k, v = (_put_back(x[:, : mask.facts.recomputed], mask.facts.dropped) for x in (k, v))
+        cut = (None if x is None else x[:, : mask.facts.recomputed] for x in (hidden, ids))
+        hidden, ids = (_put_back(x, mask.facts.dropped) for x in cut)
         q = _put_back(q, k.shape[1] - new)
     elif mask.facts.is_causal:  # a cache may have room for more
         k, v = k[:, :new], v[:, :new]
     if first is not None:
-        q, k, v, hidden, ids = (_turned(x, first) for x in (q, k, v, hidden, ids))
+        q, k, v = (_turned(x, first) for x in (q, k, v))
+        hidden, ids = (_turned(x, first) for x in (hidden, ids))
     options = options | {"key_padding_mask": hidden, "document_ids": ids}
     out = block_sparse_attention(q, k, v, pattern, is_causal=mask.facts.is_causal, **options)
     assert isinstance(out, Tensor)
-    out = out if first is None else _turned(out, -first)
-    return out[:, -new:]
+    whole = out if first is None else _turned(out, -first)
+    return whole[:, -new:]
 
 
 def _decode(
@@ -338,9 +343,9 @@ def _decode(
     """New tokens against a cache: what their rows would be if the whole sequence was computed again."""
     hidden, lengths, first = mask.key_padding_mask, mask.lengths, mask.first_tokens
     if anchored:
-        k, v, hidden = (_put_back(x, mask.facts.dropped) for x in (k, v, hidden))
-        if first is not None:
-            k, v, hidden = (_turned(x, first) for x in (k, v, hidden))
+        k, v, hidden = (*(_put_back(x, mask.facts.dropped) for x in (k, v)), _put_back(hidden, mask.facts.dropped))
+        if first is not None and mask.real_lengths is not None:
+            k, v, hidden = (*(_turned(x, first) for x in (k, v)), _turned(hidden, first))
             lengths = mask.real_lengths
         lengths = lengths + mask.facts.dropped
     out = decode_attention(q, k, v, pattern, lengths=lengths, key_padding_mask=hidden, **options)
@@ -348,7 +353,7 @@ def _decode(
     return out
 
 
-def _put_back(x: Tensor | None, count: int) -> Tensor | None:
+def _put_back(x: SomeTensor, count: int) -> SomeTensor:
     """(batch, seq, …) with `count` tokens before it, whose place counts and which nobody looks at.
 
     What a cache has dropped is outside of the model's window.
@@ -356,10 +361,10 @@ def _put_back(x: Tensor | None, count: int) -> Tensor | None:
     return x if x is None or count == 0 else pad(x, (*[0] * 2 * (x.ndim - 2), count, 0))
 
 
-def _turned(x: Tensor | None, by: Tensor) -> Tensor | None:
+def _turned(x: SomeTensor, by: Tensor) -> SomeTensor:
     """(batch, seq, …) where token `by` of each row becomes its first, and those before it its last."""
     if x is None:
-        return None
+        return x
     place = (torch.arange(x.shape[1], device=x.device) + by[:, None]) % x.shape[1]
     return torch.take_along_dim(x, place.reshape(*place.shape, *[1] * (x.ndim - 2)), dim=1)
 
