@@ -16,16 +16,18 @@ generates what it generates alone. Generating with a cache gives what computing 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import lru_cache
+from inspect import signature
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
 try:
-    from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
+    from transformers import AttentionInterface, AttentionMaskInterface
 except ModuleNotFoundError as error:
     raise ImportError("transformers is not installed: pip install transformers") from error
 
@@ -33,8 +35,14 @@ from ..layout.eager import value_cache
 from ..ops import block_sparse_attention, decode_attention
 from ..ops.choose import check_backend
 from ..patterns import And, Blocks, DilatedBlocks, Documents, Full, Or, Pattern, PerHead, RandomBlocks, SlidingWindow
-from ..patterns.base import check_int
+from ..patterns.base import check_int, constant_in_graphs
 from ..patterns.blocks import BlockPattern, ceil_div
+from .hf_mask import Facts, Mask, Unmasked, mask_of_call
+from .hf_models import Calls, keep, verify
+
+__all__ = ["register", "verify"]
+
+SomeTensor = TypeVar("SomeTensor", Tensor, Tensor | None)
 
 # Keywords that reach every attention of transformers and change nothing in it.
 WITHOUT_EFFECT = frozenset(
@@ -79,6 +87,8 @@ def register(
     _check_name(name)
     if length is not None:
         check_int("length", length, least=1)
+    if not isinstance(layers, Mapping | None):
+        raise TypeError(f"layers must map numbers of layers to patterns, as in {{0: None}}, got {layers!r}")
     own = {} if layers is None else dict(layers)
     for number in own:
         check_int("every layer of layers", number, least=0)
@@ -90,6 +100,7 @@ def register(
     )
     AttentionInterface.register(name, attention.attend)
     AttentionMaskInterface.register(name, attention.mask)
+    keep(name)
 
 
 def _check_name(name: str) -> None:
@@ -149,77 +160,6 @@ def _of_length(pattern: Pattern, length: int) -> Pattern:
     return Blocks(tuple(pairs), pattern.block_size)
 
 
-class Mask(Tensor):
-    """What a model of transformers hides, in the place of its mask of queries × keys, which is never made.
-
-    It has the shape and dtype of that mask, so that models pass it on, can be moved to a device, and no more.
-
-    Attributes:
-        is_causal: whether queries see no later key.
-        window: how far back and forth queries see, in tokens; None is no bound.
-        cached: whether keys lie in a cache and queries are the last of them.
-        dropped: how many keys a cache has dropped before the first one.
-        lengths: int64 [batch], how many keys there are, new ones included; a cache may have room for more. On the CPU.
-        key_padding_mask: bool [batch, keys], True where nobody sees the key.
-        first_tokens: int64 [batch], the first token of each row that is not padding; None if all are 0.
-        real_lengths: lengths without what lies before the first token, where that is padding. On the CPU.
-        document_ids: int64 [batch, keys] of packed documents.
-    """
-
-    COUNTS = ("lengths", "real_lengths")  # read to find blocks: on a GPU every layer would wait for them
-    TENSORS = (*COUNTS, "key_padding_mask", "first_tokens", "document_ids")
-    is_causal: bool
-    window: tuple[int | None, int | None]
-    cached: bool
-    dropped: int
-    lengths: Tensor
-    key_padding_mask: Tensor | None
-    first_tokens: Tensor | None
-    real_lengths: Tensor | None
-    document_ids: Tensor | None
-
-    @staticmethod
-    def __new__(
-        cls,
-        shape: tuple[int, ...],
-        device: torch.device,
-        is_causal: bool,
-        window: tuple[int | None, int | None],
-        cached: bool,
-        dropped: int,
-        **tensors: Tensor | None,
-    ) -> Mask:
-        self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=device)
-        self.is_causal, self.window, self.cached, self.dropped = is_causal, window, cached, dropped
-        for name in cls.TENSORS:
-            setattr(self, name, tensors.get(name))
-        return self
-
-    def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
-        names = [name for name in self.TENSORS if getattr(self, name) is not None]
-        return names, (tuple(self.shape), self.device, self.is_causal, self.window, self.cached, self.dropped)
-
-    @staticmethod
-    def __tensor_unflatten__(tensors: dict[str, Any], context: tuple[Any, ...], *_: Any) -> Mask:
-        return Mask(*context, **tensors)
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        aten = torch.ops.aten
-        if func not in (aten.detach.default, aten.alias.default, aten.clone.default, aten._to_copy.default):
-            raise TypeError(f"a mask of {__name__} is for its attention alone and knows no {func}")
-        mask, options = args[0], kwargs or {}
-        if options.get("dtype", torch.bool) != torch.bool:
-            raise TypeError(f"a mask of {__name__} is bool and cannot be made {options['dtype']}")
-        names, (shape, device, *rest) = mask.__tensor_flatten__()
-        device = options.get("device", device)
-        moved = {name: getattr(mask, name).to("cpu" if name in cls.COUNTS else device) for name in names}
-        return cls(shape, device, *rest, **moved)
-
-    def __repr__(self) -> str:  # type: ignore[override]
-        return f"Mask(shape={list(self.shape)}, is_causal={self.is_causal}, window={self.window})"
-
-
 @dataclass(frozen=True)
 class _Attention:
     """One registered name: the two functions that transformers calls."""
@@ -230,50 +170,10 @@ class _Attention:
     backend: str
 
     @torch.compiler.disable
-    def mask(
-        self,
-        batch_size: int,
-        q_length: int,
-        kv_length: int,
-        q_offset: int | Tensor = 0,
-        kv_offset: int = 0,
-        mask_function: Callable[..., Any] = masking_utils.causal_mask_function,
-        attention_mask: Tensor | None = None,
-        device: torch.device | str = "cpu",
-        **of_other_masks: Any,
-    ) -> Mask:
+    def mask(self, *call: Any, **keywords: Any) -> Mask:
         """See `AttentionMaskInterface`: what a call of the model hides. Runs once a call, outside of any graph."""
-        is_causal, window, document_ids = _understood(mask_function)
-        length = int(q_offset) + q_length
-        cached = length > q_length or kv_offset > 0
-        if not is_causal and (cached or q_length != kv_length):
-            raise ValueError(
-                f"a pattern speaks of one sequence that attends to itself; got {q_length} queries from token "
-                f"{int(q_offset)} on, {kv_length} keys, and no causal mask"
-            )
-        if self.length is not None and length > self.length:
-            raise ValueError(f"registered for length={self.length}, got a sequence of {length} tokens")
-        lengths = torch.full((batch_size,), length - kv_offset)
-        tensors: dict[str, Tensor | None] = {"lengths": lengths, "document_ids": document_ids}
-        if attention_mask is not None:
-            if attention_mask.ndim != 2:
-                raise ValueError(f"attention_mask must be (batch, seq), got {list(attention_mask.shape)}")
-            seen = attention_mask[:, : kv_offset + kv_length]
-            if not seen.all():
-                hidden = ~pad(seen, (0, kv_offset + kv_length - seen.shape[1]))[:, kv_offset:]
-                tensors["key_padding_mask"] = hidden if cached else hidden[:, :q_length]
-                first_tokens = seen.int().argmax(1)
-                if first_tokens.any():
-                    tensors["first_tokens"], tensors["real_lengths"] = first_tokens, lengths - first_tokens.cpu()
-        return Mask(
-            (batch_size, 1, q_length, kv_length),
-            torch.device(device),
-            is_causal,
-            window,
-            cached,
-            kv_offset if any(layer.anchored for layer in (self.default, *self.layers.values())) else 0,
-            **tensors,
-        )
+        anchored = any(layer.anchored for layer in (self.default, *self.layers.values()))
+        return mask_of_call(*call, **keywords, anchored=anchored, longest=self.length)
 
     def attend(
         self,
@@ -291,16 +191,22 @@ class _Attention:
         **keywords: Any,
     ) -> tuple[Tensor, None]:
         """See `AttentionInterface`: (batch, heads, seq, head_dim) in, (batch, seq, heads, head_dim) out."""
-        mask = _mask_of(module, query, key, attention_mask)
-        _refuse(mask, is_causal, sliding_window, keywords)
+        Calls.add()
+        mask = _mask_of(module, query, key, attention_mask, is_causal)
+        _refuse(module, mask.facts, is_causal, sliding_window, keywords)
         layer = self._layer_of(module)
-        pattern = _narrowed(layer.pattern, *mask.window)
-        options: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sinks": s_aux, "backend": self.backend}
-        qkv = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-        if mask.cached:
+        pattern = _narrowed(layer.pattern, *mask.facts.window)
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        options: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": s_aux, "backend": self.backend}
+        head_dim = max(key.shape[-1], value.shape[-1])  # the latent attention of DeepSeek has two
+        q, k, v = (pad(x, (0, head_dim - x.shape[-1])).transpose(1, 2) for x in (query, key, value))
+        if mask.facts.cached:
             _refuse_in_cache(layer, dropout)
-            return _decode(*qkv, pattern, mask, layer.anchored, options), None
-        return _attend(*qkv, pattern, mask, layer.anchored, options | {"dropout_p": dropout}), None
+        if isinstance(mask, Mask) and mask.facts.cached and mask.facts.recomputed is None:
+            out = _decode(q, k, v, pattern, mask, layer.anchored, options)
+        else:
+            out = _attend(q, k, v, pattern, mask, layer.anchored, options | {"dropout_p": dropout})
+        return out[..., : value.shape[-1]], None
 
     def _layer_of(self, module: nn.Module) -> _Layer:
         if not self.layers:
@@ -316,63 +222,32 @@ class _Attention:
         return self.layers.get(number, self.default)
 
 
-def _understood(
-    mask_function: Callable[..., Any],
-) -> tuple[bool, tuple[int | None, int | None], Tensor | None]:
-    """Whether a mask function of transformers is causal, how far it lets see, and the documents that it tells apart."""
-    is_causal, left, right = False, None, None
-    document_ids = None
-    for kind, value in _leaves(mask_function):
-        if kind == "causal":
-            is_causal = True
-        elif kind == "documents":
-            document_ids = value
-        elif kind == "window":
-            left = value - 1
-        elif kind == "window both ways":
-            left = right = value
-    return is_causal, (left, right), document_ids
-
-
-def _leaves(function: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
-    """The rules that a mask function is the intersection of, each with what it was made with."""
-    code = getattr(function, "__code__", None)
-    if code not in KINDS:
-        raise ValueError(
-            f"the model hides tokens by a rule that is not understood: {getattr(function, '__qualname__', function)}; "
-            "causal and bidirectional masks, sliding windows, padding and packed documents are"
-        )
-    made_with = [cell.cell_contents for cell in function.__closure__ or ()]
-    if KINDS[code] == "and":
-        for part in made_with[0]:
-            yield from _leaves(part)
-    else:
-        yield KINDS[code], made_with[0] if made_with else None
-
-
-# A closure is known by its code, whatever it was made with.
-KINDS = {
-    masking_utils.causal_mask_function.__code__: "causal",
-    masking_utils.bidirectional_mask_function.__code__: "everything",
-    masking_utils.and_masks().__code__: "and",
-    masking_utils.sliding_window_overlay(1).__code__: "window",
-    masking_utils.sliding_window_bidirectional_overlay(1).__code__: "window both ways",
-    masking_utils.packed_sequence_mask_function(torch.empty(0)).__code__: "documents",
-}
-
-
-def _mask_of(module: nn.Module, query: Tensor, key: Tensor, attention_mask: Tensor | None) -> Mask:
-    """The mask, if it is one that `_Attention.mask` made for these queries and keys."""
+def _mask_of(
+    module: nn.Module, query: Tensor, key: Tensor, attention_mask: Tensor | None, is_causal: bool | None
+) -> Mask | type[Unmasked]:
+    """What these queries see of these keys, if it is said for sure and they are one sequence."""
     kind = type(module).__name__
-    if "CrossAttention" in kind or getattr(module, "is_cross_attention", False):
-        raise ValueError(f"a pattern speaks of one sequence that attends to itself; {kind} attends to another")
-    if attention_mask is None:
-        raise ValueError(f"{kind} got no mask, and nothing else says for sure what it may see")
-    if not isinstance(attention_mask, Mask):
+    if attention_mask is not None and not isinstance(attention_mask, Mask):
         raise ValueError(
             f"{kind} got a mask of its own, {type(attention_mask).__name__} {list(attention_mask.shape)}, which cannot "
             "be combined with a pattern: give attention_mask as (batch, seq), packed documents by position_ids"
         )
+    facts = None if attention_mask is None else attention_mask.facts
+    if getattr(module, "is_cross_attention", False) or (facts is not None and facts.crosses):
+        raise ValueError(f"a pattern speaks of one sequence that attends to itself; {kind} attends to another")
+    if (facts is None or not (facts.is_causal or facts.crosses is False)) and _takes_another(type(module)):
+        raise ValueError(
+            f"a pattern speaks of one sequence that attends to itself; {kind} may attend to another, and got no mask "
+            "that says whose keys it has"
+        )
+    if attention_mask is None:
+        causal = getattr(module, "is_causal", None) if is_causal is None else is_causal
+        if causal is not False or query.shape[2] != key.shape[2]:
+            raise ValueError(
+                f"{kind} got no mask, and nothing else says for sure what {query.shape[2]} queries may see of "
+                f"{key.shape[2]} keys"
+            )
+        return Unmasked
     if attention_mask.shape[-2:] != (query.shape[2], key.shape[2]):
         raise ValueError(
             f"the mask is for {list(attention_mask.shape[-2:])} queries and keys, but {kind} got "
@@ -381,18 +256,51 @@ def _mask_of(module: nn.Module, query: Tensor, key: Tensor, attention_mask: Tens
     return attention_mask
 
 
-def _refuse(mask: Mask, is_causal: bool | None, sliding_window: int | None, keywords: dict[str, Any]) -> None:
-    if is_causal is not None and is_causal != mask.is_causal:
-        raise ValueError(f"is_causal={is_causal}, but the model's mask says {mask.is_causal}")
+# Parameters of the forward of attention modules, of one sequence that attends to itself.
+OF_ONE_SEQUENCE = frozenset(
+    {
+        "attention_mask",
+        "cu_seqlens",
+        "hidden_states",
+        "kwargs",
+        "max_seqlen",
+        "output_attentions",
+        "past_key_values",
+        "position_embeddings",
+        "position_ids",
+        "position_mask",
+        "self",
+    }
+)
+
+
+@constant_in_graphs
+def _takes_another(kind: type[nn.Module]) -> bool:
+    """Whether such modules can be called with another sequence to attend to."""
+    return not OF_ONE_SEQUENCE.issuperset(_parameters(kind))  # type: ignore[arg-type]
+
+
+@lru_cache
+def _parameters(kind: type) -> tuple[str, ...]:
+    return tuple(signature(kind.forward).parameters)  # type: ignore[attr-defined]
+
+
+def _refuse(
+    module: nn.Module, facts: Facts, is_causal: bool | None, sliding_window: int | None, keywords: dict[str, Any]
+) -> None:
+    kind = type(module).__name__
+    if is_causal is not None and is_causal != facts.is_causal:
+        raise ValueError(f"{kind} got is_causal={is_causal}, but the model's mask says {facts.is_causal}")
     # The mask is what counts: some models name the window of an encoder with the token itself, some without.
-    if sliding_window is not None and mask.window[0] not in (sliding_window - 1, sliding_window):
-        raise ValueError(f"sliding_window={sliding_window}, but the model's mask says {mask.window}")
+    if sliding_window is not None and facts.window[0] not in (sliding_window - 1, sliding_window):
+        raise ValueError(f"{kind} got sliding_window={sliding_window}, but the model's mask says {facts.window}")
     for name, value in keywords.items():
         if value is None or value is False or name in WITHOUT_EFFECT:
             continue
-        if name in OF_PACKING and mask.document_ids is not None:
+        if name in OF_PACKING and facts.packed:
             continue
-        raise ValueError(f"{name}={value!r} cannot be honoured by attention over a pattern")
+        shown = f"tensor {list(value.shape)}" if isinstance(value, Tensor) and value.numel() > 8 else repr(value)
+        raise ValueError(f"{name}={shown} cannot be honoured by attention over a pattern ({kind})")
 
 
 def _refuse_in_cache(layer: _Layer, dropout: float) -> None:
@@ -406,18 +314,32 @@ def _refuse_in_cache(layer: _Layer, dropout: float) -> None:
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, mask: Mask, anchored: bool, options: dict[str, Any]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern: Pattern,
+    mask: Mask | type[Unmasked],
+    anchored: bool,
+    options: dict[str, Any],
 ) -> Tensor:
-    """A whole sequence."""
-    if mask.is_causal:  # a cache may have room for more
-        k, v = k[:, : q.shape[1]], v[:, : q.shape[1]]
-    hidden, first = mask.key_padding_mask, mask.first_tokens if anchored else None
-    if first is not None and hidden is not None:
-        q, k, v, hidden = (_turned(x, first) for x in (q, k, v, hidden))
-    options = options | {"key_padding_mask": hidden, "document_ids": mask.document_ids}
-    out = block_sparse_attention(q, k, v, pattern, is_causal=mask.is_causal, **options)
+    """A whole sequence, or what the last tokens of one get of it."""
+    hidden, ids, first = mask.key_padding_mask, mask.document_ids, mask.first_tokens if anchored else None
+    new = q.shape[1]
+    if mask.facts.recomputed is not None:
+        k, v = (_put_back(x[:, : mask.facts.recomputed], mask.facts.dropped) for x in (k, v))
+        cut = (None if x is None else x[:, : mask.facts.recomputed] for x in (hidden, ids))
+        hidden, ids = (_put_back(x, mask.facts.dropped) for x in cut)
+        q = _put_back(q, k.shape[1] - new)
+    elif mask.facts.is_causal:  # a cache may have room for more
+        k, v = k[:, :new], v[:, :new]
+    if first is not None:
+        q, k, v = (_turned(x, first) for x in (q, k, v))
+        hidden, ids = (_turned(x, first) for x in (hidden, ids))
+    options = options | {"key_padding_mask": hidden, "document_ids": ids}
+    out = block_sparse_attention(q, k, v, pattern, is_causal=mask.facts.is_causal, **options)
     assert isinstance(out, Tensor)
-    return out if first is None else _turned(out, -first)
+    whole = out if first is None else _turned(out, -first)
+    return whole[:, -new:]
 
 
 def _decode(
@@ -425,21 +347,29 @@ def _decode(
 ) -> Tensor:
     """New tokens against a cache: what their rows would be if the whole sequence was computed again."""
     hidden, lengths, first = mask.key_padding_mask, mask.lengths, mask.first_tokens
-    if anchored and mask.dropped:
-        # Back to where they were. Nobody looks at what the cache has dropped: it is outside of the model's window.
-        k, v = (pad(x, (0, 0, 0, 0, mask.dropped, 0)) for x in (k, v))
-        hidden = None if hidden is None else pad(hidden, (mask.dropped, 0))
-    if anchored and first is not None and hidden is not None and mask.real_lengths is not None:
-        k, v, hidden = (_turned(x, first) for x in (k, v, hidden))
-        lengths = mask.real_lengths
-    lengths = lengths + mask.dropped if anchored else lengths
+    if anchored:
+        k, v, hidden = (*(_put_back(x, mask.facts.dropped) for x in (k, v)), _put_back(hidden, mask.facts.dropped))
+        if first is not None and mask.real_lengths is not None:
+            k, v, hidden = (*(_turned(x, first) for x in (k, v)), _turned(hidden, first))
+            lengths = mask.real_lengths
+        lengths = lengths + mask.facts.dropped
     out = decode_attention(q, k, v, pattern, lengths=lengths, key_padding_mask=hidden, **options)
     assert isinstance(out, Tensor)
     return out
 
 
-def _turned(x: Tensor, by: Tensor) -> Tensor:
+def _put_back(x: SomeTensor, count: int) -> SomeTensor:
+    """(batch, seq, …) with `count` tokens before it, whose place counts and which nobody looks at.
+
+    What a cache has dropped is outside of the model's window.
+    """
+    return x if x is None or count == 0 else pad(x, (*[0] * 2 * (x.ndim - 2), count, 0))
+
+
+def _turned(x: SomeTensor, by: Tensor) -> SomeTensor:
     """(batch, seq, …) where token `by` of each row becomes its first, and those before it its last."""
+    if x is None:
+        return x
     place = (torch.arange(x.shape[1], device=x.device) + by[:, None]) % x.shape[1]
     return torch.take_along_dim(x, place.reshape(*place.shape, *[1] * (x.ndim - 2)), dim=1)
 
