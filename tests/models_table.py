@@ -86,6 +86,8 @@ def is_crossing(forward) -> bool:
 
 
 def outcome(kind: str, name: str) -> Outcome:
+    if kind in NOT_TRIED:
+        return Outcome("not tried", NOT_TRIED[kind])
     AttentionInterface.register("oracle", Oracle.attend)
     AttentionMaskInterface.register("oracle", Oracle.mask)
     register("sparse", SPARSE)
