@@ -99,13 +99,13 @@ PLAN = Plan(
     matmul_side=2048,
 )
 QUICK = Plan(
-    forward={1024: 2, 2048: 2, 4096: 2},
-    training={2048: 2, 4096: 1},
-    flat={2048: 2, 4096: 2},
-    dense_limit=2048,
+    forward={512: 2, 1024: 2, 2048: 2},
+    training={1024: 2, 2048: 1},
+    flat={1024: 2, 2048: 2},
+    dense_limit=1024,
     memory_tokens=8192,
-    whole=1024,
-    matmul_side=1024,
+    whole=512,
+    matmul_side=512,
     densities=(0.1,),
     long_training_densities=(0.1,),
 )

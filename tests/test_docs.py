@@ -18,6 +18,7 @@ def blocks(path):
     return re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", [p for p in FILES if blocks(p)], ids=lambda p: p.name)
 def test_code_runs(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

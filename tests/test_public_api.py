@@ -68,6 +68,7 @@ def test_versions_agree():
     assert dap.__version__ == version("dilated-attention-pytorch")
 
 
+@pytest.mark.slow
 def test_importing_loads_torch_and_nothing_else_heavy():
     code = (
         "import sys, torch\n"
@@ -147,3 +148,15 @@ def test_one_implementation_per_concept():
 
 def test_the_reference_stays_short():
     assert len((SOURCE / "backends" / "reference.py").read_text().splitlines()) < 100
+
+
+WHOLE = {"bad_input", "benchmarks", "docs", "examples", "public_api", "regressions", "security", "seeds", "site"}
+
+
+def test_the_tests_mirror_the_source():
+    """A test lies in the folder of what it tests; the root is for the whole project."""
+    tests = Path(__file__).parent
+    folders = {path.parent.name for path in tests.glob("*/test_*.py")}
+    sources = {path.name for path in SOURCE.iterdir() if path.is_dir()}
+    assert folders - {"gpu"} <= sources
+    assert {path.stem.removeprefix("test_") for path in tests.glob("test_*.py")} == WHOLE

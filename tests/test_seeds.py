@@ -394,6 +394,7 @@ def test_the_alternatives_of_a_comment(pattern_type):
     assert "unused: sparsity_ratio=0.1, segment_lengths=(2048, 4096, 8192)" in repr(names["attention"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("document", "index"), CHECKS)
 def test_block(document, index):
     CHECKS[document, index](after(document, index))

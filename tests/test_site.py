@@ -35,6 +35,7 @@ def blocks(path, language):
     return [code for kind, code in FENCED.findall(path.read_text()) if kind == language]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=name_of)
 def test_notebook_runs(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

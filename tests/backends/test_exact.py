@@ -40,7 +40,7 @@ def small_pieces(monkeypatch):
     monkeypatch.setattr(tiling, "RANGE_DIRECT", 512)
 
 
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("part", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in range(1, 4))])
 def test_float64(part):
     """500 calls, in four parts so that they can run side by side."""
 
@@ -53,6 +53,7 @@ def test_float64(part):
     check()
 
 
+@pytest.mark.slow
 @given(cases(dropout=True))
 @settings(max_examples=200)
 def test_float64_in_small_pieces(case):
@@ -62,6 +63,7 @@ def test_float64_in_small_pieces(case):
         assert_exact(case, "blockwise")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_lower_precision(dtype):
     @given(cases())

@@ -86,6 +86,7 @@ def assert_parts_are_exact(case, backend, owners_q, owners_k, tolerance):
         assert error <= tolerance, f"{name} is off by {error:.3g}"
 
 
+@pytest.mark.slow
 @settings(max_examples=100)
 @given(st.data())
 def test_parts_make_the_whole(data):
@@ -97,6 +98,7 @@ def test_parts_make_the_whole(data):
     assert_parts_are_exact(case, "blockwise", owners_q, owners_k, 1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_parts_through_the_kernels(is_causal):
     """The same kernels, float32, every mask and dropout at once; 2e-5 is some hundred roundings of values around 3."""

@@ -27,6 +27,7 @@ def make_case(heads=8, heads_kv=8, batch=2, uses=1):
     return Case(q, k, v, layout, do, torch.randn(batch, heads, seq, dtype=torch.float64))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("uses", [1, 6])
 @pytest.mark.parametrize(("heads", "heads_kv"), [(8, 8), (8, 2), (3, 3), (16, 8)])
 def test_exact(heads, heads_kv, uses, two_threads):

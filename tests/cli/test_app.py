@@ -23,6 +23,7 @@ def exit_code(*argv: str) -> int | str | None:
     return stop.value.code
 
 
+@pytest.mark.slow
 def test_quick_demo_in_a_pipe(tmp_path):
     out = tmp_path / "made" / "here"
     done = subprocess.run(
@@ -69,6 +70,7 @@ def wrong(offset: float):
     return attention
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("offset", [1e-9, float("nan")])
 def test_a_wrong_result_ends_the_demo_with_status_1(monkeypatch, tmp_path, capsys, offset):
     monkeypatch.setattr(demo, "block_sparse_attention", wrong(offset))
@@ -119,6 +121,7 @@ def test_errors_are_one_line_and_debug_shows_all(monkeypatch, tmp_path, capsys):
         main(("demo", "--quick", "--out", out, "--debug"))
 
 
+@pytest.mark.slow
 def test_demo_json_and_without_matplotlib(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setattr(demo, "QUICK", (1024, 256, 1))
@@ -189,6 +192,7 @@ def test_help_names_every_option(capsys):
     assert all(option in printed for option in ("--tokens", "--out", "--quick", "--debug"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", ["typer", "rich"])
 def test_without_typer_or_rich_one_line_says_what_to_install(module):
     hide = f"import sys; sys.modules[{module!r}] = None; "

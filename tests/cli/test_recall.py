@@ -75,6 +75,7 @@ def test_models_differ_in_their_attention_alone():
     assert moved == {"LongNet": True, "window": False, "dense": True}
 
 
+@pytest.mark.slow
 def test_it_learns():
     """The smallest case with dense attention, as far as it is learned: seconds."""
     study = Study(seq=64, segment=4, dim=32)

@@ -46,6 +46,7 @@ def run(*arguments):
     )
 
 
+@pytest.mark.slow
 def test_a_killed_run_ends_where_an_undisturbed_one_does(text, tmp_path):
     whole = run(*command(text, tmp_path / "whole"))
     assert (whole.returncode, whole.stderr) == (0, "")
@@ -132,6 +133,7 @@ def test_rate_rises_and_falls():
     assert rates[2:] == sorted(rates[2:], reverse=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "message"),
     [

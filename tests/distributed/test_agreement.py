@@ -42,6 +42,7 @@ DIFFERENCES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DIFFERENCES)
 def test_a_difference_is_named_on_every_rank(ranks, name):
     changes, message = DIFFERENCES[name]

@@ -65,6 +65,7 @@ def attention_over_ring(group, name, is_causal, kind):
     return [float((a - b).abs().max()) for a, b in zip(*results, strict=True)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MAKERS)
 @pytest.mark.parametrize(("is_causal", "kind"), [(False, "contiguous"), (True, "zigzag")])
 def test_attention(ranks, name, is_causal, kind):
@@ -131,6 +132,7 @@ def over_ring(group, how):
     return largest_difference(module, expected_gradients([0], dropout=0.2 if how == "dropout" else 0.0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["plain", "checkpoint", "compile", "dropout"])
 def test_multihead(ranks, how):
     assert max(ranks.run(4, over_ring, how)) <= 1e-10

@@ -178,6 +178,7 @@ def assume_one_packing(pattern):
     assume(len(documents_of(pattern)) <= 1)
 
 
+@pytest.mark.slow
 @settings(max_examples=40, suppress_health_check=list(HealthCheck))
 @given(call=calls())
 def test_any_call(ranks, call):
@@ -218,6 +219,7 @@ PATTERNS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("name", PATTERNS)

@@ -104,6 +104,7 @@ def calls(draw):
     return placements, tensors(draw(st.integers(0, 2**31)), batch, seq_q, seq_k, heads, heads_kv, 4), options, over
 
 
+@pytest.mark.slow
 @settings(max_examples=30, suppress_health_check=list(HealthCheck))
 @given(call=calls())
 def test_any_call(ranks, call):

@@ -376,6 +376,7 @@ def test_an_encoder_of_images():
     torch.testing.assert_close(model(images)[0], want, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", "bert"])
 def test_compiled(kind):
     """Outside of the graph is only the making of the mask. Outputs and gradients."""

@@ -44,12 +44,14 @@ def small_tiles(monkeypatch):
     return ways
 
 
+@pytest.mark.slow
 @given(cases(most=60))
 @settings(max_examples=20)
 def test_gathered_blocks(case):
     assert_exact(case.to(torch.float32), "triton")
 
 
+@pytest.mark.slow
 def test_cut_blocks(small_tiles):
     @given(cases(most=60))
     @settings(max_examples=20)
@@ -60,6 +62,7 @@ def test_cut_blocks(small_tiles):
     assert small_tiles == {True, False}  # by the copy engine, and by address
 
 
+@pytest.mark.slow
 @given(cases(most=40))
 @settings(max_examples=8)
 def test_half_precision(case):
@@ -74,6 +77,7 @@ def make_case(head_dim=16, **options):
     return Case(q, k, v, layout, do, torch.randn(2, 4, 50), **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("small", [False, True])
 def test_dropout(small, request):
     """The draw is the reference's."""
@@ -84,6 +88,7 @@ def test_dropout(small, request):
         assert torch.allclose(got.double(), want, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("softcap", [0.5, 30.0, 128.0, 129.0, 1e4, 1e7])
 def test_caps_of_any_size_in_half_precision(softcap):
     """(No derived tolerance: eager PyTorch overflows in these.)"""
@@ -92,12 +97,14 @@ def test_caps_of_any_size_in_half_precision(softcap):
         assert (got.double() - want).norm() <= 1e-3 * want.norm()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", [0.0, -0.2, 0.5])
 @pytest.mark.parametrize("head_dim", [3, 24, 64])
 def test_any_head_dim_and_scale(head_dim, scale):
     assert_exact(make_case(head_dim, scale=scale), "triton")
 
 
+@pytest.mark.slow
 def test_inputs_as_they_lie():
     """Strided heads and a last dimension that is not contiguous."""
     case = make_case()
@@ -107,6 +114,7 @@ def test_inputs_as_they_lie():
     assert_exact(Case(q, k, case.v, case.layout, do, case.dlse), "triton")
 
 
+@pytest.mark.slow
 def test_a_part_of_a_longer_call():
     """A ring hands over its queries as parts of longer tensors, what the forward gave among them."""
     case = make_case()
@@ -159,6 +167,7 @@ def test_a_triton_without_gluon_says_so(monkeypatch):
     assert not hopper
 
 
+@pytest.mark.slow
 def test_dilated(small_tiles, monkeypatch):
     monkeypatch.setattr(branches, "BLOCK_SIZES", (16,))
     clear_layout_cache()

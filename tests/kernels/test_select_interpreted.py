@@ -53,6 +53,7 @@ def fused_masses(q, k, patch, blocks, is_causal):
     return kernels.masses(q, k, blocks, patch, is_causal=is_causal, scale=0.3)
 
 
+@pytest.mark.slow
 @settings(max_examples=12)
 @given(
     st.tuples(st.integers(1, 200), st.integers(1, 200)) | st.integers(1, 300).map(lambda n: (n, n)),
@@ -67,6 +68,7 @@ def test_masses(sizes, blocks, patch, is_causal, seed):
     torch.testing.assert_close(got.double(), want, rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("patch", PATCHES)
 def test_half_precision_masses(patch):
     """About as far from the truth as the operators, whose features are rounded alike, and their scores too."""
@@ -77,6 +79,7 @@ def test_half_precision_masses(patch):
     assert error <= 2 * (plain.double() - want).abs().max() + 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("programs", [2, 3, 5])
 def test_tiles_are_dealt_out(programs, monkeypatch):
     """However few programs share them, there and back: each is done once."""
@@ -96,6 +99,7 @@ def test_strided_inputs():
     assert torch.equal(fused_masses(q, k, (4, 4), (32, 16), True), want)
 
 
+@pytest.mark.slow
 @settings(max_examples=12)
 @given(
     st.tuples(st.integers(1, 200), st.integers(1, 300)) | st.integers(1, 300).map(lambda n: (n, n)),
@@ -115,6 +119,7 @@ def test_lists(sizes, blocks, selector, is_causal, lists, kind, seed, near):
         assert_first_kept(selector, masses, given, grid)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("selector", SELECTORS, ids=repr)
 @pytest.mark.parametrize("call", [{"block_size": 16}, {"block_size": (64, 16), "sink": 0, "per_kv_head": True}])
 def test_the_same_choice(selector, call, by_kernels, monkeypatch):
@@ -134,6 +139,7 @@ def test_the_same_choice(selector, call, by_kernels, monkeypatch):
     assert torch.equal(layout.query_work, plain.query_work)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scorer", "selector"), [("mean", TopK(0.5)), ("patches", TopK(0.5, even=True, across_heads=True))]
 )
@@ -147,6 +153,7 @@ def test_a_causal_choice_never_looks_ahead(scorer, selector, by_kernels):
     assert not torch.equal(before, after)
 
 
+@pytest.mark.slow
 def test_who_is_served(by_kernels):
     """The kernels take what they have; the rest goes the way of the operators."""
     q, k = inputs(64)

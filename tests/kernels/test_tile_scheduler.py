@@ -50,6 +50,7 @@ def short_launches(monkeypatch):
     tile_schedules.cache_clear()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("short_launches")
 @given(st.integers(1, 9), st.integers(1, 40), st.integers(1, 23), st.integers(1, 9))
 @settings(max_examples=60)

@@ -142,6 +142,7 @@ def test_what_comes_back_from_disk_is_what_was_built(tmp_path_factory, data):
     assert len(list(directory.iterdir())) == 1
 
 
+@pytest.mark.slow
 def test_the_disk_is_used_by_calls_and_by_another_process(tmp_path):
     pattern = PerHead((WINDOW, Causal() & Documents((150, 50))))
     q, k, v = (torch.randn(1, 200, 2, 8, requires_grad=True) for _ in range(3))

@@ -261,7 +261,7 @@ def test_32m_tokens_in_a_few_times_its_own_size():
     assert float(run.stdout) < 60
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_lists_made_in_a_graph(backend):
     """The lists by key and the order of work, made while a graph runs, are those made outside."""
     torch._dynamo.reset()

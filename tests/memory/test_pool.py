@@ -65,6 +65,7 @@ HOLDERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HOLDERS)
 def test_what_someone_holds_is_never_handed_out(name):
     pool = small_pool()

@@ -104,6 +104,7 @@ def test_threads_that_share_modules_and_caches_compute_the_same(tmp_path):
     assert not list(tmp_path.glob(".layout-*")), "no half-written file stays"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not can_measure()[0], reason=can_measure()[1])
 @pytest.mark.parametrize("training", [False, True], ids=["forward", "training"])
 def test_memory_does_not_grow(training):
@@ -145,6 +146,7 @@ def count_allocations(monkeypatch, fail_at=None, *, forever=False):
     return seen
 
 
+@pytest.mark.slow
 def test_out_of_memory_at_every_allocation(monkeypatch):
     """Failing once, the pool gives back what it has and goes on; failing for good is an error, and the next works."""
     tensors = [torch.randn(1, 300, 4, 16, requires_grad=True) for _ in range(3)]

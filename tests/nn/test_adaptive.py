@@ -201,6 +201,7 @@ def test_soft_gate_with_masks_by_hand(masks):
     assert torch.equal(out[same], moved[same])
 
 
+@pytest.mark.slow
 def test_soft_gate_gradients():
     """By differences: of q, k, v and of every parameter of the gate. The first version had no gradient at all."""
     module = BlockSparseAdaptive(0.5, block_size=16, scorer=trained_gate(2, 1, 2), gate_strength=0.6)

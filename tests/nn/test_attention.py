@@ -425,6 +425,7 @@ class TestAsModules:
         error, eps = (got.double() - want).abs().max(), torch.finfo(dtype).eps
         assert error <= 8 * eps * max(float(x.detach().abs().max()) for x in tensors)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("causal", [False, True])
     @pytest.mark.parametrize("name", MODULES)
     def test_compiled_whole_equals_eager(self, name, causal):

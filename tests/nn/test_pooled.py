@@ -42,6 +42,7 @@ def qkv(seq, batch=1, dtype=torch.float32):
     return [torch.randn(batch, seq, 4, 16, dtype=dtype, requires_grad=True) for _ in range(3)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("pattern", [SlidingWindow(70, 3), RandomBlocks(2, block_size=32)], ids=["copied", "direct"])
 def test_training_steps_of_changing_shape_give_the_same_bits(pattern, kind):

@@ -46,6 +46,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("by", ["lists", "names"])
 def test_opcheck(by, name):
@@ -64,6 +65,7 @@ def test_opcheck(by, name):
                                          *arguments[3:]), test_utils=("test_schema", "test_faketensor"))  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"dropout_p": 0.4}], ids=str)
 def test_gradcheck(options):
     layout = random_layout(3, seq=40)
@@ -157,6 +159,7 @@ class TestCompile:
             want = block_sparse_attention(q, k, v, pattern, is_causal=True, backend="reference")
             torch.testing.assert_close(got, want)
 
+    @pytest.mark.slow
     def test_inductor(self):
         q, k, v = qkv(seq=40, requires_grad=False)
         layout = random_layout(2, seq=40)

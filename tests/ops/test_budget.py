@@ -40,6 +40,7 @@ def test_layers_that_look_at_more_get_more(selector):
     assert kept > 1.02 * less
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("selector", [TopK(0.25), TopK(0.25, even=True), EVEN, SharedBudget(0.25), TopK(0.8)])
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize(("blocks", "heads"), [(32, 4), (64, 9)])

@@ -107,6 +107,7 @@ def check(call, backend, dtype, tolerance):
     torch.testing.assert_close(tuple(x.double() for x in got), want, atol=tolerance, rtol=0)
 
 
+@pytest.mark.slow
 @given(calls())
 @settings(max_examples=150)
 def test_equals_the_last_rows_of_the_whole(call):

@@ -31,7 +31,7 @@ def inputs(seq=60, heads=4, heads_kv=None, batch=1, head_dim=8, dtype=torch.floa
     return q, k, v
 
 
-@pytest.mark.parametrize("part", range(3))
+@pytest.mark.parametrize("part", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in range(1, 3))])
 def test_float64(part, small_blocks):
     """330 calls, in parts so that they can run side by side."""
 
@@ -44,6 +44,7 @@ def test_float64(part, small_blocks):
     check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_lower_precision(dtype, small_blocks):
     @given(dilated_cases())

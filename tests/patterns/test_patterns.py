@@ -120,6 +120,7 @@ def test_causal_config_looks_back_only():
     assert torch.equal(layout.to_dense(), matrix(drawing).repeat_interleave(16, 0).repeat_interleave(16, 1).tril())
 
 
+@pytest.mark.slow
 @given(st.data())
 @settings(max_examples=250)
 def test_layout_equals_the_rule(data):

@@ -28,6 +28,7 @@ def facts(size):
     return {name: getattr(size, name) for name in size.__dataclass_fields__ if name not in bounds}
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_the_blocks_of_any_pattern_are_counted_as_they_are_built(data):
     seq_q, seq_k = data.draw(lengths())

@@ -84,6 +84,7 @@ def measured(attend, sizes, dtype, training):
     return peak.peak_bytes
 
 
+@pytest.mark.slow
 @needs_linux
 @pytest.mark.parametrize("training", [False, True], ids=["forward", "training"])
 @pytest.mark.parametrize("name", MEASURED)
@@ -96,6 +97,7 @@ def test_the_planned_peak_is_the_measured_one(name, training):
     assert plan.peak_bytes == pytest.approx(got, rel=0.1)
 
 
+@pytest.mark.slow
 @needs_linux
 @pytest.mark.parametrize("training", [False, True], ids=["forward", "training"])
 def test_the_planned_peak_of_dilated_attention_is_the_measured_one(training):
@@ -108,6 +110,7 @@ def test_the_planned_peak_of_dilated_attention_is_the_measured_one(training):
     assert plan.peak_bytes == pytest.approx(got, rel=0.1)
 
 
+@pytest.mark.slow
 @needs_linux
 @pytest.mark.parametrize("training", [False, True], ids=["forward", "training"])
 def test_projections_are_in_the_plan(training):
