@@ -56,7 +56,7 @@ def test_quick_run(tmp_path):
         capture_output=True,
         text=True,
         encoding="utf-8",
-        timeout=120,
+        timeout=300,
         # Threads of a busy machine mostly wait for each other.
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         check=False,
