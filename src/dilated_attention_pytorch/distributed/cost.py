@@ -2,7 +2,7 @@
 
 The bytes are those of the exchange plan, which is made here for one rank after the other without any communication;
 tests compare them with what rings of processes really send. Time is a model: each step computes at the given rate while
-the next step's keys arrive at the given bandwidth. What fits is `memory.plan_memory`'s to say.
+the next step's keys arrive at the given bandwidth. What fits is `planning.plan_memory`'s to say.
 """
 
 from __future__ import annotations

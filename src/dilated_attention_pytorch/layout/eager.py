@@ -1,7 +1,6 @@
 """Plain eager PyTorch, and caches that stay in it.
 
-Where something looks on (a trace, a dispatch mode, a functorch transform, inference mode), new tensors are fake,
-wrapped or marked. In a cache that outlives the call they would break, or silently change, every later call. So whatever
+Under a trace, a dispatch mode, a functorch transform or in inference mode, new tensors are fake, wrapped or marked. In a cache that outlives the call they would break, or silently change, every later call. So whatever
 a cache keeps is made by `plainly`; a function that remembers tensors is a `plain_cache`.
 """
 
@@ -26,7 +25,7 @@ def is_plain_eager(*tensors: Tensor) -> bool:
     """Whether this is plain eager PyTorch: no graph is traced, no mode or transform intercepts, no subclass, data
     in every tensor.
 
-    Then the way through the dispatcher, most of the time of a short call, has no one to serve.
+    Then a call can skip the dispatcher, which takes most of the time of a short one.
     """
     return not (
         torch.compiler.is_dynamo_compiling()
@@ -45,7 +44,7 @@ def is_plain(x: Tensor) -> bool:
 
 
 def plainly(make: Callable[[], T]) -> T:
-    """`make()` as plain eager PyTorch runs it, whoever looks on here: tensors that may stay in a cache."""
+    """`make()` as plain eager PyTorch runs it, whatever intercepts here: tensors that may stay in a cache."""
     if not is_plain_eager() or torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.Functionalize):
         # All of that belongs to a thread, and a new one has none of it.
         stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None

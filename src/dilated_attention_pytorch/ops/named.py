@@ -1,4 +1,4 @@
-"""`NamedLayout`: what stands for the layout of a pattern where something looks on.
+"""`NamedLayout`: what stands for the layout of a pattern under a trace, a mode or a transform.
 
 A graph holds the text of the pattern, and an operator finds the layout, or builds it, when it runs. So one graph serves
 all lengths and all equal patterns, can be exported, and no tensor of a layout is ever traced.
@@ -67,7 +67,7 @@ def _made_causal(pattern: Pattern) -> Pattern:
 def resolve_layout(
     q: Tensor, k: Tensor, layout_or_pattern: BlockLayout | Pattern | Branches | Opened, is_causal: bool
 ) -> BlockLayout | NamedLayout:
-    """The layout of a call, `is_causal` included; by its name where something looks on."""
+    """The layout of a call, `is_causal` included; by its name under a trace, a mode or a transform."""
     what: Any
     what, opening = layout_or_pattern if isinstance(layout_or_pattern, Opened) else (layout_or_pattern, None)
     check_lists(q, k, what)
