@@ -76,7 +76,7 @@ warned: set[type] = set()
 
 
 class _Watch:
-    """Looks on at the first forward of a model, and warns if nobody called a registered attention meanwhile."""
+    """Watches the first forward of a model, and warns if nothing called a registered attention meanwhile."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.before = 0

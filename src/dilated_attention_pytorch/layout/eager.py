@@ -1,7 +1,8 @@
 """Plain eager PyTorch, and caches that stay in it.
 
-Under a trace, a dispatch mode, a functorch transform or in inference mode, new tensors are fake, wrapped or marked. In a cache that outlives the call they would break, or silently change, every later call. So whatever
-a cache keeps is made by `plainly`; a function that remembers tensors is a `plain_cache`.
+Under a trace, a dispatch mode, a functorch transform or in inference mode, new tensors are fake, wrapped or marked. In
+a cache that outlives the call they would break, or silently change, every later call. So whatever a cache keeps is made
+by `plainly`; a function that remembers tensors is a `plain_cache`.
 """
 
 from __future__ import annotations

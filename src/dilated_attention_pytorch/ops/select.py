@@ -241,7 +241,7 @@ def _choose_by_operator(
     key_padding_mask: Tensor | None,
     document_ids: Tensor | None,
 ) -> tuple[BlockList, Tensor, Tensor | None]:
-    """The same where something looks on: an operator, for lengths that may be symbolic."""
+    """The same under a trace, a mode or a transform: an operator, for lengths that may be symbolic."""
     features: list[Tensor] = []
     name = ""
     if type(scorer) in (type(each) for each in SCORERS.values()):
