@@ -1,4 +1,5 @@
-"""The backward kernels: dq by rows of the layout, dk and dv by its columns. No sums in free order: results are bitwise reproducible.
+"""The backward kernels: dq by rows of the layout, dk and dv by its columns. No sums in free
+order: bitwise reproducible.
 
 The weights are computed again from the scores and lse. `rows_kernel` makes lse, in the units of the scores, and delta
 for whole blocks; with delta = Σ out · dout − dlse, a row's score gradients are weights · (dout · value − delta).
