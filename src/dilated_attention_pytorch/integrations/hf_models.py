@@ -69,9 +69,7 @@ def _look_at(model: type) -> None:
         )
     if own and model not in warned:
         warned.add(model)
-        warnings.warn(
-            f"{model.__name__} holds modules without the pattern: {', '.join(own)} do not ask for it", stacklevel=3
-        )
+        warnings.warn(f"{model.__name__} holds modules that attend without the pattern: {', '.join(own)}", stacklevel=3)
 
 
 warned: set[type] = set()
@@ -140,7 +138,7 @@ def verify(model: PreTrainedModel, inputs: Mapping[str, Any] | None = None) -> d
         who = [f"{name} ({type(model.get_submodule(name)).__name__})" for name in silent] or ["no module"]
         raise ValueError(
             f"{type(model).__name__} does not attend by a registered pattern alone: {', '.join(who)} "
-            f"{'ran and did not call' if silent else 'called'} its attention"
+            f"{'ran without calling' if silent else 'called'} its attention"
         )
     return {name: calls[name] for name in called}
 
@@ -226,14 +224,13 @@ def _built_of(model: type) -> dict[type, str]:
         kind = left.pop()
         if not isinstance(kind, type) or not issubclass(kind, nn.Module) or kind in found:
             continue
-        module = kind.__module__
-        if module.startswith("torch.") or kind is PreTrainedModel:
+        if kind.__module__.startswith("torch.") or kind is PreTrainedModel:
             continue
-        source, words = _sources(module).get(kind.__qualname__, ("", frozenset()))
+        source, words = _sources(kind.__module__).get(kind.__qualname__, ("", frozenset()))
         found[kind] = source
-        for word in words & vars(sys.modules[module]).keys():
-            named = vars(sys.modules[module])[word]
-            left += named.values() if isinstance(named, dict) else [named]
+        names = vars(sys.modules[kind.__module__]) if words else {}
+        for word in words & names.keys():
+            left += names[word].values() if isinstance(names[word], dict) else [names[word]]
         left += kind.__bases__
     return found
 
@@ -243,7 +240,7 @@ def _sources(module: str) -> dict[str, tuple[str, frozenset[str]]]:
     """Of each class of a module, its source and the names in its constructor."""
     try:
         text = inspect.getsource(sys.modules[module])
-    except (OSError, TypeError):  # written in a shell, say
+    except (KeyError, OSError, TypeError):  # written in a shell, say
         return {}
     classes = {}
     for node in ast.parse(text).body:

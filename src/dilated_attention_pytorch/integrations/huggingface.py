@@ -234,7 +234,7 @@ def _mask_of(
     facts = None if attention_mask is None else attention_mask.facts
     if getattr(module, "is_cross_attention", False) or (facts is not None and facts.crosses):
         raise ValueError(f"a pattern speaks of one sequence that attends to itself; {kind} attends to another")
-    if (facts is None or not (facts.is_causal or facts.crosses is False)) and _takes_another(type(module)):  # type: ignore[arg-type]
+    if (facts is None or not (facts.is_causal or facts.crosses is False)) and _takes_another(type(module)):
         raise ValueError(
             f"a pattern speaks of one sequence that attends to itself; {kind} may attend to another, and got no mask "
             "that says whose keys it has"
@@ -274,10 +274,14 @@ OF_ONE_SEQUENCE = frozenset(
 
 
 @constant_in_graphs
-@lru_cache
 def _takes_another(kind: type[nn.Module]) -> bool:
     """Whether such modules can be called with another sequence to attend to."""
-    return not OF_ONE_SEQUENCE.issuperset(signature(kind.forward).parameters)
+    return not OF_ONE_SEQUENCE.issuperset(_parameters(kind))  # type: ignore[arg-type]
+
+
+@lru_cache
+def _parameters(kind: type) -> tuple[str, ...]:
+    return tuple(signature(kind.forward).parameters)  # type: ignore[attr-defined]
 
 
 def _refuse(
