@@ -293,13 +293,14 @@ def made_up(config: PreTrainedConfig, dtype: torch.dtype, batch: int, seq: int) 
     mel = found("num_mel_bins", "input_dim", "feature_size", "feature_projection_input_dim", default=80)
     vocabulary = found("vocab_size", default=64)
     tokens = torch.randint(min(10, vocabulary // 2), min(100, vocabulary), (batch, seq), generator=random)
+    ended = torch.cat((tokens[:, :-1], torch.full((batch, 1), found("eos_token_id", default=2))), 1)
     sound = normal(batch, 16000)
     spectrum = normal(batch, mel, 2 * found("max_source_positions", default=64))
     video = normal(batch, frames, channels, size, size)
     patches = normal(32, channels * found("temporal_patch_size", default=1) * patch * patch)
     values = normal(batch, found("context_length", default=32), found("num_input_channels", default=1))
     return {
-        "input_ids": [tokens, tokens[:, None].repeat(1, 2, 1)],
+        "input_ids": [tokens, tokens[:, None].repeat(1, 2, 1), ended],
         "decoder_input_ids": [tokens[:, : seq - 8].flip(1)],
         "inputs_embeds": [normal(batch, seq, found("hidden_size", "d_model", default=32))],
         "pixel_values": [video[:, 0], patches, video, patches.unflatten(0, (batch, -1))],
