@@ -48,8 +48,11 @@ def classes() -> dict[str, list[str]]:
     return {kind: list(models) for kind, models in found.items()}
 
 
-def configuration(kind: str) -> PreTrainedConfig:
-    return smaller(configuration_auto.CONFIG_MAPPING[kind]())
+def configuration(kind: str, model_class: Any = None) -> PreTrainedConfig:
+    """Of a model type, or of a class that is listed for the type and takes a part of its configuration."""
+    config_class = configuration_auto.CONFIG_MAPPING[kind]
+    own = getattr(model_class, "config_class", None) or config_class
+    return smaller((config_class if issubclass(config_class, own) else own)())
 
 
 def smaller(config: PreTrainedConfig) -> PreTrainedConfig:
@@ -63,6 +66,8 @@ def smaller(config: PreTrainedConfig) -> PreTrainedConfig:
             arguments[name] = smaller(value)
     if arguments.get("num_key_value_heads") and values["num_key_value_heads"] == values.get("num_attention_heads"):
         arguments["num_key_value_heads"] = arguments["num_attention_heads"]
+    if "pad_token_id" in fields and values.get("pad_token_id") is None:
+        arguments["pad_token_id"] = 0
     arguments |= few_layers(values) | rope(values)
     own = OWN.get(config.model_type, {})
     return type(config)(**(arguments | (own(values) if callable(own) else own)))
@@ -222,7 +227,10 @@ OWN: dict[str, Any] = {
     "qwen2_5_vl_vision": {"window_size": 32, "fullatt_block_indexes": (1,), "out_hidden_size": 32},
     "exaone4_5_vision": {"window_size": 32, "fullatt_block_indexes": (1,), "out_hidden_size": 32},
     "audio-spectrogram-transformer": {"max_length": 64, "num_mel_bins": 32},
-    "dbrx": {},
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8},
+        "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4},
+    },
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2, "num_dense_layers": 1},
     "lw_detr_vit": {"image_size": 64, "num_windows": 4, "pretrain_image_size": 64},
     "vitpose_backbone": {"image_size": (32, 32)},
@@ -255,6 +263,10 @@ BASES = (
     ("input_features", "input_features_mask"),
     ("pixel_values_videos",),
     ("past_values",),
+    ("pixel_values", "pixel_attention_mask", "spatial_shapes"),
+    ("input_ids", "pixel_values", "pixel_attention_mask", "spatial_shapes"),
+    ("input_ids", "pixel_values", "image_attention_mask"),
+    ("query_embeds",),
     ("hidden_states",),
     ("inputs_embeds",),
     (),
@@ -281,19 +293,22 @@ def made_up(config: PreTrainedConfig, dtype: torch.dtype, batch: int, seq: int) 
     mel = found("num_mel_bins", "input_dim", "feature_size", "feature_projection_input_dim", default=80)
     vocabulary = found("vocab_size", default=64)
     tokens = torch.randint(min(10, vocabulary // 2), min(100, vocabulary), (batch, seq), generator=random)
+    ended = torch.cat((tokens[:, :-1], torch.full((batch, 1), found("eos_token_id", default=2))), 1)
     sound = normal(batch, 16000)
     spectrum = normal(batch, mel, 2 * found("max_source_positions", default=64))
     video = normal(batch, frames, channels, size, size)
     patches = normal(32, channels * found("temporal_patch_size", default=1) * patch * patch)
     values = normal(batch, found("context_length", default=32), found("num_input_channels", default=1))
     return {
-        "input_ids": [tokens],
+        "input_ids": [tokens, tokens[:, None].repeat(1, 2, 1), ended],
         "decoder_input_ids": [tokens[:, : seq - 8].flip(1)],
         "inputs_embeds": [normal(batch, seq, found("hidden_size", "d_model", default=32))],
         "pixel_values": [video[:, 0], patches, video, patches.unflatten(0, (batch, -1))],
         "pixel_values_videos": [video],
         "pixel_attention_mask": [torch.ones(batch, 16, dtype=torch.long)],
         "spatial_shapes": [torch.tensor([[4, 4]] * batch)],
+        "image_attention_mask": [torch.ones(batch, seq, frames, dtype=torch.long)],
+        "query_embeds": [normal(batch, 8, 32)],
         "qformer_input_ids": [tokens[:, :6]],
         "grid_thw": [torch.tensor([[1, 4, 4], [1, 4, 4]])],
         "merge_sizes": [torch.tensor([1, 1])],

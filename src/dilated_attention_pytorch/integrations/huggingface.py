@@ -1,14 +1,15 @@
 """Patterns in models of Hugging Face transformers: `register` a pattern under a name, give the name to the model.
 
     from dilated_attention_pytorch import GlobalTokens, SlidingWindow
-    from dilated_attention_pytorch.integrations.huggingface import register
+    from dilated_attention_pytorch.integrations.huggingface import register, verify
 
     register("window", SlidingWindow(1024, 0) | GlobalTokens(4), layers={0: None})   # layer 0 stays dense
     model.set_attn_implementation("window")
+    verify(model)   # every layer called
 
-What the model itself hides stays hidden: the future in a decoder, everything outside the model's own sliding window,
-padding, and other documents of a packed row. Scale, dropout, softcap and sinks are the model's. What cannot be honoured
-raises an error that names it.
+What the model itself hides stays hidden: the future in a decoder, everything outside the model's own sliding window or
+chunk, padding, and other documents of a packed row. Scale, dropout, softcap and sinks are the model's. What cannot be
+honoured raises an error that names it: cross-attention, and models that compute attention themselves, above all.
 
 Positions are counted from the first token of a row that is not padding, so a prompt that is padded on the left
 generates what it generates alone. Generating with a cache gives what computing the whole sequence again would give.
@@ -198,15 +199,18 @@ class _Attention:
         pattern = _narrowed(layer.pattern, *mask.facts.window)
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         options: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": s_aux, "backend": self.backend}
-        head_dim = max(key.shape[-1], value.shape[-1])  # the latent attention of DeepSeek has two
-        q, k, v = (pad(x, (0, head_dim - x.shape[-1])).transpose(1, 2) for x in (query, key, value))
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        narrow = value.shape[-1] != key.shape[-1]  # as in the latent attention of DeepSeek
+        if narrow:
+            head_dim = max(key.shape[-1], value.shape[-1])
+            q, k, v = (pad(x, (0, head_dim - x.shape[-1])) for x in (q, k, v))
         if mask.facts.cached:
             _refuse_in_cache(layer, dropout)
         if isinstance(mask, Mask) and mask.facts.cached and mask.facts.recomputed is None:
             out = _decode(q, k, v, pattern, mask, layer.anchored, options)
         else:
             out = _attend(q, k, v, pattern, mask, layer.anchored, options | {"dropout_p": dropout})
-        return out[..., : value.shape[-1]], None
+        return out[..., : value.shape[-1]] if narrow else out, None
 
     def _layer_of(self, module: nn.Module) -> _Layer:
         if not self.layers:
@@ -324,14 +328,15 @@ def _attend(
 ) -> Tensor:
     """A whole sequence, or what the last tokens of one get of it."""
     hidden, ids, first = mask.key_padding_mask, mask.document_ids, mask.first_tokens if anchored else None
-    new = q.shape[1]
+    earlier = 0
     if mask.facts.recomputed is not None:
         k, v = (_put_back(x[:, : mask.facts.recomputed], mask.facts.dropped) for x in (k, v))
         cut = (None if x is None else x[:, : mask.facts.recomputed] for x in (hidden, ids))
         hidden, ids = (_put_back(x, mask.facts.dropped) for x in cut)
-        q = _put_back(q, k.shape[1] - new)
+        earlier = k.shape[1] - q.shape[1]
+        q = _put_back(q, earlier)
     elif mask.facts.is_causal:  # a cache may have room for more
-        k, v = k[:, :new], v[:, :new]
+        k, v = k[:, : q.shape[1]], v[:, : q.shape[1]]
     if first is not None:
         q, k, v = (_turned(x, first) for x in (q, k, v))
         hidden, ids = (_turned(x, first) for x in (hidden, ids))
@@ -339,7 +344,7 @@ def _attend(
     out = block_sparse_attention(q, k, v, pattern, is_causal=mask.facts.is_causal, **options)
     assert isinstance(out, Tensor)
     whole = out if first is None else _turned(out, -first)
-    return whole[:, -new:]
+    return whole[:, earlier:] if earlier else whole
 
 
 def _decode(
