@@ -109,7 +109,7 @@ FAULTS = {
     "what nobody foresees": (lambda x: {"x": x.as_subclass(Broken)}, "out of memory, say"),
 }  # fmt: skip
 OF_MODULES = {
-    "unknown keyword": (lambda x: {"softcap": 3.0}, "unexpected keyword argument 'softcap'"),
+    "unknown keyword": (lambda x: {"temperature": 3.0}, "unknown keyword 'temperature'"),
     "weights asked for": (lambda x: {"return_attention_weights": True}, "return_attention_weights is not possible over a ring"),
     "weights asked for by a number": (lambda x: {"return_attention_weights": 1}, "return_attention_weights must be True or False"),
 }  # fmt: skip
