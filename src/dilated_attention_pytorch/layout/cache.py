@@ -109,7 +109,9 @@ class PersistentPatternCache:
                     self._counts["hits"] += 1
                     return copies[device]
             self._counts["misses"] += 1
-        made = plainly(lambda: next(iter(copies.values())).to(device) if copies else self._make(key, make, device))
+        # Not from the meta device, where lists have no numbers.
+        held = next((layout for of, layout in (copies or {}).items() if of.type != "meta"), None)
+        made = plainly(lambda: self._make(key, make, device) if held is None else held.to(device))
         with self._lock:
             if self._worth_keeping(key):
                 copies = self._entries.setdefault(key, {})
