@@ -35,6 +35,7 @@ ROWS = {
 }
 
 BAD = {
+    "no such device": (lambda: BlockLayout.from_pattern(Full(), 64, block_size=16, device="gpu"), ValueError, "device must be one that PyTorch knows, .* got 'gpu'"),
     "from no pattern": (lambda: BlockLayout.from_pattern("causal", 32, block_size=16), TypeError, "pattern must be a Pattern, got str"),
     "length of zero": (lambda: BlockLayout.from_pattern(Full(), 0, block_size=16), ValueError, "seq_q must be at least 1, got 0"),
     "length too large": (lambda: BlockLayout.from_pattern(Full(), 2**30, block_size=256), ValueError, "seq_q must be below 1073741824"),

@@ -13,7 +13,7 @@ from ..patterns.base import check_int
 from ..patterns.blocks import ceil_div
 from ..patterns.tokens import EVERYTHING, Interval
 from . import build
-from .checks import block_pair, check_rows, check_sizes
+from .checks import block_pair, check_device, check_rows, check_sizes
 from .lists import HOST, BlockList, send
 from .rules import NO_BRANCHES, NO_DOCUMENTS, NOTHING, document_bounds, num_tokens
 from .slicing import renumbered, tokens_of
@@ -48,7 +48,7 @@ def from_pattern(
         check_int("num_heads", num_heads, least=1)
     if num_heads is not None and len(heads) not in (1, num_heads):
         raise ValueError(f"num_heads must be the pattern's {len(heads)} heads, got {num_heads}")
-    device = torch.device("cpu" if device is None else device)
+    device = check_device("cpu" if device is None else device)
     if query_blocks is not None:
         check_rows("query_blocks", query_blocks, ceil_div(seq_q, blocks[0]), device)
     documents = torch.empty_like(NO_DOCUMENTS, device=device)

@@ -119,3 +119,12 @@ def check_layout(layout: BlockLayout) -> None:
         raise ValueError("indices must name a block of a row once, as full or as partial")
     if (~partial & ((key_block + 1) * layout.block_k > layout.seq_k)).any():
         raise ValueError(f"a key block that reaches beyond seq_k = {layout.seq_k} must be partial")
+
+
+def check_device(device: object) -> torch.device:
+    try:
+        return torch.device(device)  # type: ignore[call-overload]
+    except (RuntimeError, TypeError):
+        raise ValueError(
+            f"device must be one that PyTorch knows, such as 'cpu' or 'cuda:0', got {shown(device)}"
+        ) from None

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..backends.base import compute_dtype
 from ..layout import BlockLayout
+from ..layout.checks import check_device
 from ..options import CallOptions, OptionKeywords
 from ..patterns import Branches, Pattern, PerHead, SparsePatternConfig
 from ..patterns.base import constant_in_graphs, shown
@@ -105,15 +106,6 @@ def check_dropout(dropout_p: float, name: str = "dropout_p") -> float:
     if not 0.0 <= dropout_p < 1.0:
         raise ValueError(f"{name} must be in [0, 1), got {dropout_p}")
     return float(dropout_p)
-
-
-def check_device(device: object) -> torch.device:
-    try:
-        return torch.device(device)  # type: ignore[call-overload]
-    except (RuntimeError, TypeError):
-        raise ValueError(
-            f"device must be one that PyTorch knows, such as 'cpu' or 'cuda:0', got {shown(device)}"
-        ) from None
 
 
 def check_device_and_dtype(device: object, dtype: object) -> None:
