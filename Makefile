@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-fast test-model test-lightning test-page models-table lint docs docs-tables release-check bench stress clean
+.PHONY: demo test test-fast test-model test-lightning test-page models-table lint docs docs-tables links notebooks release-check bench stress clean
 
 $(VENV)/.demo: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -44,21 +44,32 @@ test-lightning: $(STAMP)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[lightning]'
 	$(BIN)/python -m pytest tests/test_examples.py -k lightning
 
-# The explorer page in a real browser, which must be there: `apt-get install chromium` on Debian, or CHROMIUM=path.
+# The explorer page and the site in a real browser, which must be there: `apt-get install chromium` on Debian, or CHROMIUM=path; axe
+# looks for what not everyone could use.
 # Screenshots go to page_output.
-test-page: $(STAMP)
+test-page: docs
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[page]'
-	$(BIN)/python -m pytest tests/cli/test_page.py
+	$(BIN)/python -m pytest tests/cli/test_page.py tests/test_site_pages.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# The site, into site/; a broken link or a notebook that fails ends it (not with --quiet: that hides warnings from --strict).
+# The site, into site/; a broken link ends it (not with --quiet: that hides warnings from --strict).
 docs: $(STAMP)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs]'
 	OMP_NUM_THREADS=1 NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	$(BIN)/python tools/check_links.py site
+
+# The notebooks, run and stored with what they print and draw; one needs the model of test-model.
+notebooks: test-model
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs]'
+	OMP_NUM_THREADS=1 $(BIN)/python tools/run_notebooks.py
+
+# The links of the site that lead elsewhere; needs the internet.
+links: docs
+	$(BIN)/python tools/check_links.py site --outside
 
 # Wheel and sdist, into dist/; the wheel is installed alone and used, with each of PYTHONS that is there.
 PYTHONS ?= python3.11 python3.12 python3.13

@@ -6,9 +6,9 @@
 
     <!-- /table -->
 
-What stands between two marks is replaced: a table of benchmarks/tables.py, or of several records, or a figure of
-benchmarks/values.py. A mark without its end, or with a name that nothing has, is an error. tests/test_benchmarks.py
-fails while a page differs from its records.
+What stands between two marks is replaced: a table of benchmarks/tables.py, or of several records; a figure of
+benchmarks/values.py; or, with `text`, what a model wrote. A mark without its end, or with a name that nothing has, is
+an error. tests/test_benchmarks.py fails while a page differs from its records.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import shlex
 from pathlib import Path
 
 from tables import TABLES, markdown, origin
-from values import JOINT_TABLES, VALUES, Records
+from values import JOINT_TABLES, TEXTS, VALUES, Records
 
 ROOT = Path(__file__).resolve().parent.parent
-MARKED = re.compile(r"<!-- (table|value): (.*?) -->(.*?)<!-- /\1 -->", re.DOTALL)
-MARK = re.compile(r"<!-- (?:(?:table|value): .*?|/(?:table|value)) -->")
+MARKED = re.compile(r"<!-- (table|value|text): (.*?) -->(.*?)<!-- /\1 -->", re.DOTALL)
+MARK = re.compile(r"<!-- (?:(?:table|value|text): .*?|/(?:table|value|text)) -->")
 
 
 def pages(root: Path = ROOT) -> list[Path]:
@@ -40,7 +40,10 @@ def rewritten(text: str, records: Records) -> str:
 
 
 def _filled(kind: str, name: str, records: Records) -> str:
-    inside = f"\n\n{_table(name, records)}\n\n" if kind == "table" else _value(name, records)
+    if kind == "value":
+        inside = _value(name, records)
+    else:
+        inside = f"\n\n{_table(name, records) if kind == 'table' else _text(name, records)}\n\n"
     return f"<!-- {kind}: {name} -->{inside}<!-- /{kind} -->"
 
 
@@ -59,6 +62,13 @@ def _value(text: str, records: Records) -> str:
     if name not in VALUES:
         raise ValueError(f"a value must be of {', '.join(VALUES)}, got {name!r}")
     return VALUES[name](records, *words)
+
+
+def _text(text: str, records: Records) -> str:
+    name, *words = shlex.split(text)
+    if name not in TEXTS:
+        raise ValueError(f"a text must be of {', '.join(TEXTS)}, got {name!r}")
+    return f"```text\n{TEXTS[name](records, *words)}\n```"
 
 
 def main() -> None:

@@ -25,6 +25,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -33,6 +34,7 @@ import torch
 from torch import Tensor
 
 from dilated_attention_pytorch.testing.timing import environment
+from plots import both
 from tables import as_text
 
 HERE = Path(__file__).resolve().parent
@@ -229,7 +231,7 @@ def _report(benchmark: Benchmark, args: argparse.Namespace, made: Record, record
         print(text, end="\n\n")
     picture = IMAGES / f"{benchmark.name}.png" if args.usual_out and not args.quick else args.out.with_suffix(".png")
     if made:
-        drawn = benchmark.draw(record, picture)
+        drawn = both(partial(benchmark.draw, record), picture)
         print(f"Written: {args.out.name}{f' and {drawn.name}' if drawn else ''}")
     checks = [check for section in made.values() for check in section["gate"]]
     summary = {

@@ -1,18 +1,25 @@
 """Pictures of the records. Each function draws one and returns its path, or None without matplotlib or without rows.
 
-python benchmarks/plots.py cpu gpu …     # those of docs/images again, from benchmarks/results
+python benchmarks/plots.py [cpu gpu …]     # those of docs/images again, light and dark, from benchmarks/results
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-COLOURS = {"ours": "#0b6e99", "flex": "#d9730d", "dense": "#6b6b6b"}
+from dilated_attention_pytorch.cli import recall as task
+from dilated_attention_pytorch.viz.style import light_and_dark
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# With contrast on white and on the ground of a dark page.
+COLOURS = {"ours": "#2a8fc0", "flex": "#d9730d", "dense": "#808080"}
 LABELS = {"ours": "this library", "flex": "FlexAttention, compiled", "dense": "dense SDPA"}
 
 Record = Mapping[str, Any]
@@ -27,6 +34,12 @@ def new_figure(**options: Any) -> Any:
     from matplotlib.figure import Figure
 
     return Figure(**options)
+
+
+def text_colour() -> str:
+    from matplotlib import rcParams
+
+    return rcParams["text.color"]
 
 
 def can_draw(*needed: Rows) -> bool:
@@ -68,7 +81,7 @@ def _draw_rates(axis: Any, matmul_side: int, rows: Rows) -> None:
     dense = rows[0]["dense"]
     style = ":" if dense["extrapolated"] else "-"
     axis.axhline(dense["gflops"], color=COLOURS["dense"], linestyle=style, label=f"{LABELS['dense']} (dotted: scaled)")
-    axis.axhline(rows[0]["matmul_gflops"], color="black", linestyle="--", label=f"matmul {matmul_side}³")
+    axis.axhline(rows[0]["matmul_gflops"], color=text_colour(), linestyle="--", label=f"matmul {matmul_side}³")
     axis.set(xscale="log", xlim=(0.007, 1.4), xlabel="density", title=f"{rows[0]['tokens']:,} tokens")
     axis.set_xticks([0.01, 0.1, 1.0], ["1 %", "10 %", "100 %"])
 
@@ -114,11 +127,11 @@ def gpu(record: Record, path: Path) -> Path | None:
 
 def _draw_density(axis: Any, rows: Rows) -> None:
     rows = sorted(rows, key=lambda row: row["density"])
-    rivals = {"ours": ("ours", "C0"), "flex": ("FlexAttention", "C1"), "cudnn": ("dense cuDNN", "grey")}
+    rivals = {"ours": ("ours", "ours"), "flex": ("FlexAttention", "flex"), "cudnn": ("dense cuDNN", "dense")}
     for way, style in (("forward", "o-"), ("backward", "s--")):
         for name, (label, colour) in rivals.items():
             found = [(row["density"], row[way][name]["tflops"]) for row in rows if name in row[way]]
-            axis.plot(*zip(*found, strict=True), style, color=colour, label=f"{label}, {way}")
+            axis.plot(*zip(*found, strict=True), style, color=COLOURS[colour], label=f"{label}, {way}")
     axis.set(xscale="log", xlabel="density", ylabel="TFLOP/s of active blocks", ylim=(0, None), title="D=128, bfloat16")
     axis.legend(fontsize="x-small")
 
@@ -132,9 +145,9 @@ def dilated(record: Record, path: Path) -> Path | None:
     axes = figure.subplots()
     for is_causal, style in ((False, "-"), (True, "--")):
         rows = [row for row in lengths if row["causal"] == is_causal]
-        for name, label, colour in (("forward_ns", "forward", "#0b6e99"), ("step_ns", "training step", "#d9730d")):
+        for name, label, colour in (("forward_ns", "forward", "ours"), ("step_ns", "training step", "flex")):
             axes.plot(
-                [row["tokens"] for row in rows], [row[name] for row in rows], style, color=colour, marker="o",
+                [row["tokens"] for row in rows], [row[name] for row in rows], style, color=COLOURS[colour], marker="o",
                 label=f"{label}{', causal' if is_causal else ''}",
             )  # fmt: skip
     axes.set(xscale="log", xlabel="tokens", ylabel="ns a token", ylim=(0, None),
@@ -170,7 +183,7 @@ def _draw_rings(left: Any, middle: Any, rings: Rows) -> None:
         if all(row["peak_bytes_of_a_rank"] for row in mine):
             peaks = [row["peak_bytes_of_a_rank"] / 1e6 for row in mine]
             middle.loglog([row["ranks"] for row in mine], peaks, marker="o", label=label)
-    left.axhline(100, color="black", linestyle=":", label="full ring, all-gather")
+    left.axhline(100, color=text_colour(), linestyle=":", label="full ring, all-gather")
     left.set(xlabel="ranks", ylabel="% of a full ring's bytes", title="sent, measured", ylim=(0, 105))
     left.legend(fontsize=7, loc="center right", bbox_to_anchor=(1, 0.72))
     middle.set(xlabel="ranks", ylabel="MB above a rank's q, k, v", title="peak memory of a rank, measured")
@@ -179,7 +192,7 @@ def _draw_rings(left: Any, middle: Any, rings: Rows) -> None:
         axes.set_xticks(sizes, [str(size) for size in sizes])
         axes.minorticks_off()
     low, high = middle.get_ylim()
-    middle.plot(sizes, [high / 1.2 / size for size in sizes], color="black", linestyle=":")
+    middle.plot(sizes, [high / 1.2 / size for size in sizes], color=text_colour(), linestyle=":")
     middle.annotate("∝ 1 / ranks", (2.6, high / 1.2 / 2.6), ha="right", va="top", fontsize=7)
     middle.set_ylim(low, high)
     middle.set_yticks([mb for mb in (10, 20, 50, 100, 200, 400, 800) if low < mb < high])
@@ -199,12 +212,51 @@ def _draw_model(axes: Any, layers: Rows) -> None:
     axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
 
 
-RECORDS = {"cpu": (cpu, "cpu"), "gpu": (gpu, "gpu"), "dilated": (dilated, "dilated_cuda"), "ring": (ring, "ring")}
+def recall(record: Record, path: Path) -> Path | None:
+    """Right answers by step."""
+    if not can_draw([*record]):
+        return None
+    found = record["recall"]
+    task.plot(task.Study(**found["study"]), {kind: each["curve"] for kind, each in found["models"].items()}, path)
+    return path
+
+
+def perplexity(record: Record, path: Path) -> Path | None:
+    """Ratio to the dense perplexity by share of the blocks."""
+    if not can_draw(record.get("rows", [])):
+        return None
+    from examples.perplexity import plot
+
+    plot(record, path)
+    return path
+
+
+def both(draw: Callable[[Path], Path | None], path: Path) -> Path | None:
+    """Draw for a light page and for a dark one, NAME-dark; the path of the first."""
+    if find_spec("matplotlib") is None:
+        return None
+    light, _ = [draw(each) for each in light_and_dark(path)]
+    return light
+
+
+# A picture of docs/images, and the record that it is drawn from.
+PICTURES: dict[str, tuple[Callable[[Record, Path], Path | None], str]] = {
+    "cpu": (cpu, "cpu"),
+    "dilated": (dilated, "dilated_cuda"),
+    "gpu": (gpu, "gpu"),
+    "perplexity": (perplexity, "perplexity"),
+    "recall": (recall, "recall"),
+    "ring": (ring, "ring"),
+}
+
+
+def main(names: Sequence[str], folder: Path) -> None:
+    for name in names or PICTURES:
+        draw, source = PICTURES[name]
+        loaded = json.loads((ROOT / "benchmarks" / "results" / f"{source}.json").read_text(encoding="utf-8"))
+        print(both(partial(draw, loaded), folder / f"{name}.png"))
 
 
 if __name__ == "__main__":
-    HERE = Path(__file__).resolve().parent
-    for picture in sys.argv[1:]:
-        draw, source = RECORDS[picture]
-        loaded = json.loads((HERE / "results" / f"{source}.json").read_text(encoding="utf-8"))
-        print(draw(loaded, HERE.parent / "docs" / "images" / f"{picture}.png"))
+    sys.path.insert(0, str(ROOT))  # examples/
+    main(sys.argv[1:], ROOT / "docs" / "images")

@@ -9,10 +9,10 @@ thread. The picture has the curves.
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from time import perf_counter
 
-from dilated_attention_pytorch.cli.recall import KINDS, Study, plot
+import plots
+from dilated_attention_pytorch.cli.recall import KINDS, Study
 from harness import Benchmark, Job, Record, run
 
 
@@ -41,12 +41,6 @@ def recall(job: Job) -> Record:
     return found
 
 
-def draw(record: Record, path: Path) -> Path:
-    found = record["recall"]
-    plot(Study(**found["study"]), {kind: each["curve"] for kind, each in found["models"].items()}, path)
-    return path
-
-
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=600, help="most steps of a model")
     parser.add_argument("--seq", type=int, default=256)
@@ -54,7 +48,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 BENCHMARK = Benchmark(
-    name="recall", about=__doc__, sections={"recall": recall}, untimed=("recall",), options=options, draw=draw
+    name="recall", about=__doc__, sections={"recall": recall}, untimed=("recall",), options=options, draw=plots.recall
 )
 
 

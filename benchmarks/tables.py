@@ -253,6 +253,15 @@ def host_calls(section: Section) -> Table:
     return head, [[name, fixed(times[f"{name}, operator"], 0), fixed(times[name], 0)] for name in names]
 
 
+def busy(section: Section) -> Table:
+    rows = [
+        [f"{row['tokens']:,}", row["contender"], *(fixed(1e3 * row[way]["median"], 0) for way in ("quiet", "busy")),
+         fixed(row["ratio"])]
+        for row in section["rows"]
+    ]  # fmt: skip
+    return ["tokens", "", "ms alone", "ms beside another program", "×"], rows
+
+
 def memory_plan(section: Section) -> Table:
     head = ["backend", "configurations", "largest error of the planned peak"]
     errors: dict[str, list[float]] = {}
@@ -292,6 +301,15 @@ def ring_rings(section: Section) -> Table:
          megabytes(row["full_ring_bytes"]), fixed(row["times_less"], 1), megabytes(row["peak_bytes_of_a_rank"])]
         for row in section["rows"]
     ]  # fmt: skip
+    return head, rows
+
+
+def ring_plans(section: Section) -> Table:
+    head = ["pattern", "placement", "the slowest rank's plan, ms", "it keeps at most, MB"]
+    rows = [
+        [row["pattern"], row["placement"], fixed(row["slowest_seconds"] * 1e3, 1), megabytes(row["most_bytes"], 1)]
+        for row in section["rows"]
+    ]
     return head, rows
 
 
@@ -337,12 +355,79 @@ def adaptive_adaptive(section: Section) -> Table:
     return head, rows
 
 
+def adaptive_tasks(section: Section) -> Table:
+    names = list(section["rows"][0]["tasks"])
+    rows = [
+        [row["attention"], *("{right} of {asked}".format(**row["tasks"][name]) for name in names)]
+        for row in section["rows"]
+    ]
+    return [f"{section['rows'][0]['tokens']:,} tokens", *names], rows
+
+
 def recall(section: Section) -> Table:
     rows = [[kind, str(each["steps"]), percent(each["right"], 1)] for kind, each in section["models"].items()]
     return ["model", "steps", "right"], rows
 
 
+# --- bitmaps ---------------------------------------------------------------------------------------------------------
+
+
+def bitmaps_stored(section: Section) -> Table:
+    head = ["mask", "tokens", "partial blocks", "different bitmaps", "KiB", "KiB if each were kept"]
+    rows = [
+        [row["mask"], f"{row['tokens']:,}", f"{row['partial']:,}", f"{row['bitmaps']:,}",
+         fixed(row["bytes"] / 1024, 0), fixed(row["bytes_apart"] / 1024, 0)]
+        for row in section["rows"]
+    ]  # fmt: skip
+    return head, rows
+
+
+def bitmaps_speed(section: Section) -> Table:
+    head = ["", "tokens", "full blocks, ms", "all with bitmaps", "×", "one bitmap for all", "×"]
+    rows = [
+        [row["way"], f"{row['tokens']:,}", fixed(row["full_ms"], 1), fixed(row["different_ms"], 1), fixed(row["ratio"]),
+         fixed(row["shared_ms"], 1), fixed(row["ratio_shared"])]
+        for row in section["rows"]
+    ]  # fmt: skip
+    return head, rows
+
+
+def python_text(section: Section) -> Table:
+    steps = [[str(each["step"]), fixed(each["held_out_bits_a_byte"])] for each in section["curve"]]
+    return ["step", "bits a byte of held-out text"], steps
+
+
+# --- neighborhoods ---------------------------------------------------------------------------------------------------
+
+
+def neighborhoods_layouts(section: Section) -> Table:
+    head = ["pattern", "tokens", "blocks", "of all", "full", "bitmaps", "asked", "MB", "seconds"]
+    rows = [
+        [row["name"], *(f"{row[key]:,}" for key in ("tokens", "blocks")), percent(row["computed"], 1),
+         percent(row["full"] / row["blocks"]), *(f"{row[key]:,}" for key in ("bitmaps", "asked")),
+         megabytes(row["bytes"], 1), fixed(row["seconds"])]
+        for row in section["rows"]
+    ]  # fmt: skip
+    return head, rows
+
+
+def neighborhoods_video(section: Section) -> Table:
+    head = ["pattern", "of all blocks", *(f"{way}, {what}" for way in ("forward", "backward")
+            for what in ("ms", "× Flex", "÷ dense"))]  # fmt: skip
+    rows = [
+        [row["name"], percent(row["computed"], 1),
+         *(text for way in ("forward", "backward") for text in (
+             fixed(row[way]["ms"]["ours"]), fixed(row[way]["flex_ratio"]), percent(row[way]["share"], 1)))]
+        for row in section["rows"]
+    ]  # fmt: skip
+    return head, rows
+
+
 TABLES: dict[str, Callable[[Section], Table]] = {
+    "bitmaps_cpu.stored": bitmaps_stored,
+    "bitmaps_cpu.speed": bitmaps_speed,
+    "bitmaps_cuda.stored": bitmaps_stored,
+    "bitmaps_cuda.speed": bitmaps_speed,
     "cpu.forward": cpu_forward,
     "cpu.training": cpu_training,
     "cpu.memory": cpu_memory,
@@ -359,6 +444,8 @@ TABLES: dict[str, Callable[[Section], Table]] = {
     "decode_cpu.decode": decode,
     "decode_cuda.decode": decode,
     "host.calls": host_calls,
+    "busy.forward": busy,
+    "busy.training": busy,
     **{
         f"memory_{device}.{section}": table
         for device in ("cpu", "cuda")
@@ -366,10 +453,19 @@ TABLES: dict[str, Callable[[Section], Table]] = {
             "plan": memory_plan, "pool": memory_pool, "buffers": memory_buffers, "seeds": memory_seeds,
         }.items()
     },
+    **{
+        f"neighborhoods_{device}.{section}": table
+        for device in ("cpu", "cuda")
+        for section, table in {"layouts": neighborhoods_layouts, "video": neighborhoods_video}.items()
+    },
     "ring.rings": ring_rings,
+    "ring.plans": ring_plans,
     "ring.balance": ring_balance,
     "ring.model": ring_model,
     "adaptive_gpu.selection": adaptive_selection,
     "adaptive_gpu.adaptive": adaptive_adaptive,
+    "adaptive_quality.dense": adaptive_tasks,
+    "adaptive_quality.answers": adaptive_tasks,
     "recall.recall": recall,
+    "python_text.text": python_text,
 }  # fmt: skip

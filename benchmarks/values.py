@@ -16,6 +16,7 @@ from tables import Section, Table, fixed, percent
 
 RESULTS = Path(__file__).resolve().parent / "results"
 Row = Mapping[str, Any]
+WAYS = ("forward", "backward")
 
 
 class Records:
@@ -90,6 +91,13 @@ def times_slower(records: Records, name: str, block: str, way: str) -> str:
 
 def host_time(records: Records, name: str) -> str:
     return fixed(only(records.rows("gpu", "calls"), name=name)["microseconds"], 0)
+
+
+def busy_ratios(records: Records, contender: str) -> str:
+    """Time beside another program ÷ time alone, over all lengths, forward and training."""
+    rows = [*records.rows("busy", "forward"), *records.rows("busy", "training")]
+    ratios = [row["ratio"] for row in rows if row["contender"] == contender]
+    return f"{fixed(min(ratios))}–{fixed(max(ratios))}"
 
 
 def layout_ms(records: Records, name: str, tokens: str, key: str, digits: str = "2") -> str:
@@ -242,6 +250,21 @@ def perplexity(records: Records, text: str, rule: str, spread: str, block: str, 
     return percent(row["ratio"] - 1, 1)
 
 
+def python_text(records: Records, key: str, digits: str = "0") -> str:
+    """Of the run over Python's sources: a figure of the record, or its last `held_out_bits_a_byte`."""
+    section = records.section("python_text", "text")
+    return fixed((section if key in section else section["curve"][-1])[key], int(digits))
+
+
+def python_sample(records: Records, number: str) -> str:
+    """What was sampled after a prompt, its lines without blanks at their ends."""
+    written = records.section("python_text", "text")["samples"][int(number)]["text"]
+    return "\n".join(line.rstrip() for line in written.splitlines()).strip("\n")
+
+
+TEXTS: dict[str, Callable[..., str]] = {"python_text": python_sample}
+
+
 VALUES: dict[str, Callable[..., str]] = {
     "gpu.tflops": tflops,
     "gpu.ratio": gpu_ratio,
@@ -257,6 +280,7 @@ VALUES: dict[str, Callable[..., str]] = {
     "gpu.longest": longest,
     "gpu.drift": drift,
     "gpu.matmul": machine_matmul,
+    "busy.ratios": busy_ratios,
     "dilated.speed": dilated_speed,
     "dilated.memory": dilated_memory,
     "dilated.tflops": dilated_rate,
@@ -278,6 +302,7 @@ VALUES: dict[str, Callable[..., str]] = {
     "recall.right": recalled,
     "recall_schedule.right": scheduled,
     "perplexity": perplexity,
+    "python_text": python_text,
 }
 
 
@@ -285,22 +310,17 @@ VALUES: dict[str, Callable[..., str]] = {
 
 
 def headline(records: Records) -> Table:
-    def both(rival: str) -> str:
-        ratios = (gpu_ratio(records, rival, "random", "128", "128", way) for way in ("forward", "backward"))
-        return "{} × / {} ×".format(*ratios)
-
-    rates = [tflops(records, "random", "128", "128", way) for way in ("forward", "backward")]
-    return ["", "this library", "beside it"], [
-        ["H200, random blocks, 5 % of 32,768 tokens, D=128; forward / backward", "{} / {} TFLOP/s".format(*rates),
-         f"{both('flex')} FlexAttention; {both('cudnn')} dense cuDNN scaled by density"],
-        ["H200, LongNet's dilated attention, 64K and 1M tokens; forward / backward",
-         "{} × / {} ×".format(*(dilated_speed(records, "cuda", way) for way in ("forward", "backward"))),
-         "the branches composed over flash attention, which take "
-         f"{dilated_memory(records, 'cuda', 'composed')} × the memory of the output (we: "
-         f"{dilated_memory(records, 'cuda', 'ours')} ×)"],
-        ["2 CPU cores, random blocks, 1 to 10 % of 4K to 64K tokens; forward", f"{cpu_ratios(records, 'flex_ratio')} ×",
-         "compiled FlexAttention on the same tensors; "
-         f"{cpu_ratios(records, 'flex_own_order_ratio')} × where it gets copies in its own order"],
+    flex_forward, flex_backward = (gpu_ratio(records, "flex", "random", "128", "128", way) for way in WAYS)
+    forward, backward = (dilated_speed(records, "cuda", way) for way in WAYS)
+    composed, ours = (dilated_memory(records, "cuda", who) for who in ("composed", "ours"))
+    return ["forward", "speed", "compared with"], [
+        ["H200, random blocks, 5 % of 32K tokens", f"{flex_forward} ×",
+         f"compiled FlexAttention on the same tensors (backward {flex_backward} ×)"],
+        ["H200, LongNet's dilated attention, 64K and 1M tokens", f"{forward} ×",
+         f"flash attention on each branch (backward {backward} ×); memory {ours} × the output, not {composed} ×"],
+        ["2 CPU cores, random blocks, 1 to 10 % of 4K to 64K tokens", f"{cpu_ratios(records, 'flex_ratio')} ×",
+         "compiled FlexAttention on the same tensors "
+         f"({cpu_ratios(records, 'flex_own_order_ratio')} × with the heads first, copies not counted)"],
     ]  # fmt: skip
 
 
@@ -320,8 +340,63 @@ def ring_faults(records: Records) -> Table:
     return head, [[name, str(kind["ranks"]), fixed(kind["slowest_seconds"], 1)] for name, kind in kinds.items()]
 
 
+PROSE, SOURCE = "gpl-3-lgpl-2.1.txt", "argparse.py"  # the texts of perplexity.json
+# What adaptive.md compares first: what a reader sees, and the rule, its spread and its block.
+COMPARED = {
+    "the true masses, not estimated": ("exact", "even", 16),
+    "`MeanPooled(1, 2)`, a share for each layer": ("patches 1x2", "layers", 16),
+    "`MeanPooled(1, 2)`": ("patches 1x2", "even", 16),
+    '`"patches"`, the default': ("patches", "even", 16),
+    '`"antidiagonal"` (XAttention)': ("antidiagonal", "even", 16),
+    '`"mean"`, every head the same number, blocks of 64 (MoBA)': ("mean", "same", 64),
+    "window and first tokens, fixed": ("sink + local", "–", 64),
+    "window, fixed": ("local", "–", 64),
+}
+
+
+def perplexity_at(records: Records, density: float) -> Table:
+    """What each rule adds to the dense perplexity, on prose and on source code."""
+    lengths = ("2048", "4096", "8192")
+    head = [
+        "blocks chosen by",
+        *(f"{kind}, {int(tokens) // 1024}K" for kind in ("prose", "code") for tokens in lengths),
+    ]
+    measured = {
+        (row["rule"], row["spread"], row["block"][0], row["density"]) for row in records.example("perplexity")["rows"]
+    }
+    rows = []
+    for name, (rule, spread, block) in COMPARED.items():
+        if (rule, spread, block, density) not in measured:
+            continue
+        words = rule, spread, f"{block}x{block}", str(density)
+        found = [perplexity(records, text, *words, tokens) for text in (PROSE, SOURCE) for tokens in lengths]
+        rows.append([name, *found])
+    return head, rows
+
+
+def perplexity_rows(records: Records) -> Table:
+    """Ratios to the dense perplexity, a row for a rule and a column for a text and a length."""
+    rows = records.example("perplexity")["rows"]
+    dense = {(row["text"], row["tokens"]): row["perplexity"] for row in rows if row["rule"] == "dense"}
+    columns = sorted(dense, key=lambda column: (column[0] != PROSE, column[1]))
+    ratios: dict[tuple[Any, ...], dict[tuple[str, int], float]] = {}
+    for row in rows:
+        if row["rule"] != "dense":
+            key = -row["density"], row["rule"], row["spread"], tuple(row["block"])
+            ratios.setdefault(key, {})[row["text"], row["tokens"]] = row["ratio"]
+    head = ["kept", "rule", "budget", "block"]
+    head += [f"{text}, {tokens:,} ({dense[text, tokens]:.2f})" for text, tokens in columns]
+    return head, [
+        [percent(-density, 1), rule, spread, "{} × {}".format(*block), *(fixed(found.get(each), 3) for each in columns)]
+        for (density, rule, spread, block), found in sorted(ratios.items())
+    ]
+
+
 JOINT_TABLES: dict[str, Callable[[Records], Table]] = {
     "headline": headline,
     "against_flex": against_flex,
     "ring_faults": ring_faults,
+    "perplexity.quarter": lambda records: perplexity_at(records, 0.25),
+    "perplexity.eighth": lambda records: perplexity_at(records, 0.125),
+    "perplexity.rows": perplexity_rows,
 }

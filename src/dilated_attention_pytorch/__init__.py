@@ -18,6 +18,7 @@ from .distributed import (
 from .layout import BlockLayout
 from .models import LongNet, LongNetConfig, LongNetLM
 from .nn import (
+    Adaptive,
     BlockSparseAdaptive,
     BlockSparseAttention,
     DilatedAttention,
@@ -27,6 +28,7 @@ from .nn import (
 from .ops import (
     CumulativeMass,
     RelativeThreshold,
+    ScoreBias,
     SharedBudget,
     TopK,
     block_sparse_attention,
@@ -47,12 +49,14 @@ from .patterns import (
     PerHead,
     RandomBlocks,
     SlidingWindow,
+    presets,
 )
 from .planning import max_sequence_length, plan_memory
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Adaptive",
     "BlockLayout",
     "BlockSparseAdaptive",
     "BlockSparseAttention",
@@ -73,6 +77,7 @@ __all__ = [
     "Placement",
     "RandomBlocks",
     "RelativeThreshold",
+    "ScoreBias",
     "SharedBudget",
     "SlidingWindow",
     "SparsitySchedule",
@@ -84,6 +89,7 @@ __all__ = [
     "max_sequence_length",
     "merge_attention",
     "plan_memory",
+    "presets",
     "ring_block_sparse_attention",
     "ring_dilated_attention",
     "select_blocks",

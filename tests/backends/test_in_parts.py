@@ -31,7 +31,7 @@ def in_parts(case, backend, owners_q, owners_k):
     torch.manual_seed(0)
     seed = torch.randint(2**31, ()) if case.dropout_p else None
     scale = case.q.shape[3] ** -0.5 if case.scale is None else case.scale
-    out, lse = torch.zeros_like(case.q), torch.full_like(case.dlse, -torch.inf)
+    out, lse = torch.zeros_like(case.do), torch.full_like(case.dlse, -torch.inf)
     parts = []
     for a in range(max(owners_q) + 1):
         rows = torch.tensor([i for i, owner in enumerate(owners_q) if owner == a], dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""Rows, or key heads, side by side on several threads: the same results, nothing left changed, no hang after a fork."""
+"""Key heads, or rows, side by side on several threads: the same results, nothing left changed, no hang after a fork."""
 
 import multiprocessing
 import threading
@@ -13,10 +13,18 @@ from dilated_attention_pytorch.testing import Case, assert_exact
 
 @pytest.fixture
 def two_threads(monkeypatch):
-    monkeypatch.setattr(tiling, "SHARED_OUT", 0)
+    monkeypatch.setattr(tiling, "SHARE", 1)
     torch.set_num_threads(2)
     yield
     torch.set_num_threads(1)
+
+
+@pytest.fixture(params=["heads", "rows"])
+def both_ways(request, two_threads, monkeypatch):
+    """The threads take key heads, or rows of one; long calls whose key heads are copied do the latter."""
+    if request.param == "rows":
+        monkeypatch.setattr(tiling, "COPIES", 0)
+    return request.param
 
 
 def make_case(heads=8, heads_kv=8, batch=2, uses=1):
@@ -30,37 +38,109 @@ def make_case(heads=8, heads_kv=8, batch=2, uses=1):
 @pytest.mark.slow
 @pytest.mark.parametrize("uses", [1, 6])
 @pytest.mark.parametrize(("heads", "heads_kv"), [(8, 8), (8, 2), (3, 3), (16, 8)])
-def test_exact(heads, heads_kv, uses, two_threads):
+def test_exact(heads, heads_kv, uses, both_ways):
     assert_exact(make_case(heads, heads_kv, uses=uses), "blockwise")
 
 
-def test_the_work_is_shared_out(two_threads, monkeypatch):
-    seen = []
-    run = workers.run
-    monkeypatch.setattr(workers, "run", lambda jobs: seen.append(len(jobs)) or run(jobs))
-    threads = set()
-    forward = blockwise._forward
-    monkeypatch.setattr(
-        blockwise, "_forward", lambda *args: threads.add(threading.current_thread().name) or forward(*args)
-    )
+def watched(monkeypatch):
+    """Of the calls that follow: how many jobs ran side by side each time, in which threads they ran, and over how many
+    their operators were split."""
+    jobs, threads, split = [], set(), set()
+    run, forward, backward = workers.run, blockwise._forward, blockwise._backward
+
+    def noted(work):
+        def inner(*args):
+            threads.add(threading.current_thread().name)
+            split.add(torch.get_num_threads())
+            return work(*args)
+
+        return inner
+
+    monkeypatch.setattr(workers, "run", lambda each, *split: jobs.append(len(each)) or run(each, *split))
+    monkeypatch.setattr(blockwise, "_forward", noted(forward))
+    monkeypatch.setattr(blockwise, "_backward", noted(backward))
+    return jobs, threads, split
+
+
+def test_the_work_is_shared_out(both_ways, monkeypatch):
+    jobs, threads, split = watched(monkeypatch)
     case = make_case(uses=6)
     block_sparse_attention(case.q, case.k, case.v, case.layout)
-    assert seen == [2] * 2 * 16  # for each key head of each sample: the copies, then the rows
+    # By rows, for each key head of each sample: the copies, then the rows.
+    assert jobs == ([2] if both_ways == "heads" else [2] * 2 * 16)
     assert all(name.startswith("blockwise") for name in threads)
+    assert split == {1}
 
 
-def test_short_calls_are_not(two_threads, monkeypatch):
-    monkeypatch.setattr(tiling, "SHARED_OUT", 1 << 26)
-    seen = []
-    run = workers.run
-    monkeypatch.setattr(workers, "run", lambda jobs: seen.append(len(jobs)) or run(jobs))
+def test_short_calls_run_alone_and_are_not_split(two_threads, monkeypatch):
+    """OpenMP's threads would wait for each other at the end of every operator."""
+    monkeypatch.setattr(tiling, "SHARE", 1 << 30)
+    jobs, threads, split = watched(monkeypatch)
     case = make_case(uses=6)
-    block_sparse_attention(case.q, case.k, case.v, case.layout)
-    assert seen == [1] * 16
+    case.q.requires_grad_()
+    block_sparse_attention(case.q, case.k, case.v, case.layout).backward(case.do)
+    assert jobs == [1, 1]
+    assert threads == {threading.current_thread().name}
+    assert split == {1}
+    assert torch.get_num_threads() == 2
 
 
-def test_a_sample_has_the_same_bits_alone(two_threads):
-    case = make_case(batch=3, uses=6)
+def test_one_key_head_of_a_long_backward_is_split(two_threads, monkeypatch):
+    monkeypatch.setattr(tiling, "SPLIT", 1)
+    jobs, _, split = watched(monkeypatch)
+    case = make_case(heads_kv=1, uses=6)
+    case.k.requires_grad_()
+    out = block_sparse_attention(case.q, case.k, case.v, case.layout)
+    jobs.clear()
+    split.clear()
+    out.backward(case.do)
+    assert (jobs, split) == ([1], {2})
+
+
+# In a backward, key heads that are used in place are parted beforehand.
+@pytest.mark.parametrize(("uses", "training"), [(1, False), (6, False), (6, True)])
+def test_a_thread_that_is_held_up_leaves_its_work_to_the_others(uses, training, both_ways, monkeypatch):
+    """The first to begin waits, after its first unit, until the other has nothing left to do."""
+    name = "_backward" if training else "_forward"
+    work, held, done = getattr(blockwise, name), [], threading.Event()
+    tiles = blockwise._Call.tiles
+    case = make_case(uses=uses)
+    q = case.q.clone().requires_grad_(training)
+    out = block_sparse_attention(q, case.k, case.v, case.layout) if training else None
+
+    def noted(call, *args):
+        if not held:
+            held.append(call)
+            return work(call, *args)
+        try:
+            return work(call, *args)
+        finally:
+            done.set()
+
+    def waiting(call, unit):
+        if held and call is held[0] and threading.current_thread().name.startswith("blockwise"):
+            assert done.wait(timeout=60), "the other thread never ended"
+        return tiles(call, unit)
+
+    monkeypatch.setattr(blockwise, name, noted)
+    monkeypatch.setattr(blockwise._Call, "tiles", waiting)
+    if training:
+        (got,) = torch.autograd.grad(out, q, case.do)
+        monkeypatch.undo()
+        (want,) = torch.autograd.grad(block_sparse_attention(q, case.k, case.v, case.layout), q, case.do)
+    else:
+        got = block_sparse_attention(q, case.k, case.v, case.layout)
+        monkeypatch.undo()
+        want = block_sparse_attention(q, case.k, case.v, case.layout)
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("alone_is_shared_out", [True, False])
+@pytest.mark.parametrize("uses", [1, 6])
+def test_a_sample_has_the_same_bits_alone(alone_is_shared_out, uses, both_ways, monkeypatch):
+    case = make_case(batch=3, uses=uses)
+    if not alone_is_shared_out:  # as the batch is
+        monkeypatch.setattr(tiling, "SHARE", 8 * case.layout.num_active_blocks * 16 * 16)
 
     def run(which):
         q, k, v = (x[which].clone().requires_grad_() for x in (case.q, case.k, case.v))

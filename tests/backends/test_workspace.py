@@ -12,13 +12,15 @@ from dilated_attention_pytorch.planning.counting import lists_of_pattern
 
 
 @pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "head_dim_v"), [(torch.float32, 16), (torch.bfloat16, 16), (torch.float32, 48), (torch.float32, 4)]
+)
 @pytest.mark.parametrize(
     ("pattern", "heads_kv"),
     [(RandomBlocks(2, block_size=32), 4), (RandomBlocks(40, block_size=32), 2), (SlidingWindow(500, 0), 4)],
     ids=["direct", "copied", "window"],
 )
-def test_scratch_memory_is_what_the_backend_asks_for(monkeypatch, pattern, heads_kv, dtype, training):
+def test_scratch_memory_is_what_the_backend_asks_for(monkeypatch, pattern, heads_kv, dtype, head_dim_v, training):
     """The named buffers of a real call, added up, against the arithmetic (which also counts masks and plans)."""
     asked: dict[int, dict[str, int]] = {}
     call = Scratch.__call__
@@ -33,13 +35,14 @@ def test_scratch_memory_is_what_the_backend_asks_for(monkeypatch, pattern, heads
     watching: list[object] = []
     monkeypatch.setattr(Scratch, "__call__", watched)
     seq = 4000
-    q, k, v = (torch.ones(1, seq, h, 16, dtype=dtype, requires_grad=training) for h in (4, heads_kv, heads_kv))
+    shapes = (4, 16), (heads_kv, 16), (heads_kv, head_dim_v)
+    q, k, v = (torch.ones(1, seq, *shape, dtype=dtype, requires_grad=training) for shape in shapes)
     out = block_sparse_attention(q, k, v, pattern)
     if training:
         asked.clear()
         out.sum().backward()
     named = sum(bytes for held in asked.values() for bytes in held.values())
-    shape = Shape(batch=1, seq_q=seq, seq_k=seq, heads=4, heads_kv=heads_kv, head_dim=16, dtype=dtype)
+    shape = Shape.of(q, k, v)
     block = min(pattern.block_sizes, default=128)
     lists = lists_of_pattern(pattern, seq, seq, block)
     workspace = blockwise.workspace(SizeRequest(shape=shape, lists=lists, device="cpu"))
@@ -51,7 +54,7 @@ def test_scratch_memory_is_what_the_backend_asks_for(monkeypatch, pattern, heads
 def test_the_triton_kernels_are_given_what_the_planner_counts(monkeypatch, block, seq):
     """Without a GPU, in the interpreter: what is allocated besides out, lse, dq, dk and dv."""
     pytest.importorskip("triton", reason="needs triton, which there is for Linux alone")
-    q, k, v = (torch.randn(1, seq, h, 16, requires_grad=True) for h in (2, 1, 1))
+    q, k, v = (torch.randn(1, seq, *shape, requires_grad=True) for shape in ((2, 16), (1, 16), (1, 8)))
     layout = BlockLayout.from_pattern(SlidingWindow(20, 0), seq, block_size=block)
     given = []
 
@@ -63,7 +66,7 @@ def test_the_triton_kernels_are_given_what_the_planner_counts(monkeypatch, block
 
         return call
 
-    request = SizeRequest(shape=Shape.of(q, k), lists=ListSize.of(layout), device="cuda")
+    request = SizeRequest(shape=Shape.of(q, k, v), lists=ListSize.of(layout), device="cuda")
     layout.order(by_key=True)
     with monkeypatch.context() as patch:
         for name in ("empty", "empty_like", "zeros", "zeros_like", "full", "full_like"):

@@ -17,6 +17,7 @@ from dilated_attention_pytorch.patterns import Full
 NAN, INF = float("nan"), float("inf")
 PAIRS = torch.ones(2, 2)
 QUERY, KEY, CACHE = torch.ones(2, 32, 4, 8), torch.ones(2, 32, 4, 8), torch.ones(2, 1, 4, 8)
+ORDER_OF_TOKENS = torch.arange(32)
 MASSES = torch.full((2, 4, 2, 2), 0.5)
 
 # Kind → bad values, the error, and what the message says behind the name of the argument.
@@ -105,11 +106,66 @@ BY_HEAD = [
     (torch.ones(4).int(), TypeError, "must be floating point, got torch.int32"),
     (torch.ones(4, device="meta"), ValueError, "must be on the device of q, cpu, got meta"),
 ]
+BIAS = [
+    (PAIRS, TypeError, r"must be a ScoreBias or None, got a tensor of shape \[2, 2\]"),
+    (ops.ScoreBias, TypeError, "must be a ScoreBias or None, got <class .*ScoreBias"),
+    (ops.ScoreBias.slopes(torch.ones(3)), ValueError, r"must have slopes of shape \(2 or 1, 4 or 1\), got \[1, 3\]"),
+    (
+        ops.ScoreBias.slopes(torch.ones(4, device="meta")),
+        ValueError,
+        "must be on the device of q, cpu, got slopes on meta",
+    ),
+    (
+        ops.ScoreBias.table(torch.ones(3, 9)),
+        ValueError,
+        r"must have table of shape \(2 or 1, 4 or 1, 9\), got \[1, 3, 9\]",
+    ),
+    (
+        ops.ScoreBias.table(torch.ones(4, 9), positions=torch.arange(31)),
+        ValueError,
+        r"must have a position for each of 32 keys, for 2 samples or for all, got shape \[31\]",
+    ),
+    (
+        ops.ScoreBias.table(torch.ones(4, 9), positions=torch.arange(32, device="meta")),
+        ValueError,
+        "must be on the device of q, cpu, got positions on meta",
+    ),
+    (
+        ops.ScoreBias.table(torch.ones(4, 9)) + ops.ScoreBias.t5(torch.ones(4, 9)),
+        ValueError,
+        "must have one table at most",
+    ),
+    (
+        ops.ScoreBias.grid(torch.ones(4, 3, 3), (4, 4)),
+        ValueError,
+        r"must have a position for each of 32 keys, .*, got shape \[16\]",
+    ),
+    (
+        ops.ScoreBias.keys(torch.ones(2, 4, 31)),
+        ValueError,
+        r"must have keys of shape \(2 or 1, 4 or 1, 32\), got \[2, 4, 31\]",
+    ),
+    (
+        ops.ScoreBias.forget(torch.ones(3, 4, 32)),
+        ValueError,
+        r"must have forget of shape \(2 or 1, 4 or 1, 32\), got \[3, 4, 32\]",
+    ),
+    (
+        ops.ScoreBias.dense(torch.ones(1, 1, 32, 31)),
+        ValueError,
+        r"must have dense of shape \(2 or 1, 4 or 1, .*, got \[1, 1, 32, 31\]",
+    ),
+]
+TERMS = [
+    (None, TypeError, r"must be made by ScoreBias.slopes, .*, got None"),
+    (torch.ones(4), TypeError, r"must be made by ScoreBias.slopes, .*, got a tensor of shape \[4\]"),
+    ((torch.ones(4),), TypeError, r"must be made by ScoreBias.slopes, .*, got"),
+]
 BACKEND = [(bad, ValueError, f"must be one of .*, got {got}") for bad, got in (("fast", "'fast'"), (None, "None"))]
 RULE = [
-    (Full, TypeError, "must be a (BlockLayout or a )?Pattern, got (type|ABCMeta)"),
-    ("full", TypeError, "must be a (BlockLayout or a )?Pattern, got str"),
-    (None, TypeError, "must be a (BlockLayout or a )?Pattern, got NoneType"),
+    (Full, TypeError, "must be a (BlockLayout or a )?Pattern( or CacheBlocks)?, got (type|ABCMeta)"),
+    ("full", TypeError, "must be a (BlockLayout or a )?Pattern( or CacheBlocks)?, got str"),
+    (None, TypeError, "must be a (BlockLayout or a )?Pattern( or CacheBlocks)?, got NoneType"),
 ]
 BLOCKS = [
     (17, ValueError, r"must be one of \(16, 32, 64, 128, 256\), got 17"),
@@ -117,6 +173,18 @@ BLOCKS = [
     ("16", TypeError, "must be an int, got '1'"),
     ((16, 16, 16), ValueError, r"must be an int or a pair \(block_q, block_k\), got \(16, 16, 16\)"),
     ((64, 17), ValueError, r"must be one of \(16, 32, 64, 128, 256\), got 17"),
+]
+LENGTHS = [
+    ([32, 32], TypeError, "must be a tensor or None, got list"),
+    (torch.ones(2), TypeError, "must be int32 or int64, got torch.float32"),
+    (torch.ones(3).int(), ValueError, r"must be one for each of 2 samples, got shape \[3\]"),
+    (torch.ones(2, device="meta").int(), ValueError, "must be on the device of q, cpu, got meta"),
+]
+LISTED = torch.zeros(2, dtype=torch.int32)
+NUMBERS = [
+    (None, TypeError, "must be a tensor, got None"),
+    (LISTED.long(), ValueError, r"must be int32 with one dimension, got torch.int64 \[2\]"),
+    (LISTED[None], ValueError, r"must be int32 with one dimension, got torch.int32 \[1, 2\]"),
 ]
 SCORER = [
     ("median", ValueError, "must be one of .* or a Scorer, got 'median'"),
@@ -162,6 +230,43 @@ DTYPE = [
     (torch.int64, TypeError, "must be float64, float32, bfloat16, float16 or None, got torch.int64"),
 ]
 ORDER = [(bad, ValueError, f"must be 'bshd' .* or 'bhsd' .*, got {bad!r}") for bad in ("sbhd", None, 1)]
+CALLBACK = [(3, TypeError, "must be a function or None, got int")]
+ZEROS = [(bad, ValueError, f"must be 'zero_keys' or None, got {bad!r}") for bad in ("zeros", True, 0)]
+SIZES_OF_GRID = [
+    ("4x6", TypeError, "must be a sequence of .* ints.*, got '4x6'"),
+    ((1.5,), TypeError, r"must be an int, got 1.5"),
+    ((4, 0), ValueError, "must be at least 1, got 0"),
+]
+SHAPE = [
+    *SIZES_OF_GRID,
+    ((), ValueError, r"must have one to three dimensions, got \(\)"),
+    ((2, 2, 2, 2), ValueError, r"must have one to three dimensions, got \(2, 2, 2, 2\)"),
+    ((2**30, 2**30), ValueError, "must be at most 1099511627776, got 1152921504606846976"),
+]
+TILE = [
+    ("2x2", TypeError, "must be a sequence of ints, or an int, got '2x2'"),
+    ((2, 0), ValueError, "must be at least 1, got 0"),
+    ((2, 2, 2), ValueError, r"must have 2 values, one for each dimension, or one for all, got \(2, 2, 2\)"),
+    ((5, 2), ValueError, r"must be at most as large as the shape \(4, 6\), got \(5, 2\)"),
+]
+PLAIN_TENSOR = [([1.0], TypeError, r"must be a tensor, got \[1.0\]"), (None, TypeError, "must be a tensor, got None")]
+TOKEN_ORDER = [
+    (None, TypeError, "must be an int64 tensor, as tile_order makes it, got None"),
+    (
+        torch.arange(32).int(),
+        TypeError,
+        r"must be an int64 tensor, as tile_order makes it, got a tensor of shape \[32\]",
+    ),
+    (torch.arange(31), ValueError, r"must have a place for each of the 32 tokens, got \[31\]"),
+    (torch.zeros(1, 32).long(), ValueError, r"must have a place for each of the 32 tokens, got \[1, 32\]"),
+    (torch.arange(32, device="meta"), ValueError, "must be on the device of x, cpu, got meta"),
+]
+DIMENSION = [
+    ("tokens", TypeError, "must be an int, got 'tokens'"),
+    (True, TypeError, "must be an int, got True"),
+    (4, ValueError, "must be a dimension of x, which has 4, got 4"),
+]
+REORDERING = [(bad, ValueError, "is for a pattern of a grid, .* got Full") for bad in (2, (2, 2), "rows")]
 OFFSETS = [(bad, ValueError, f"must be one of .*, got {bad!r}") for bad in ("random", None, 1)]
 
 # Without a kind here: lists of branches, configurations, groups and what else has cases of its own.
@@ -172,6 +277,7 @@ OPTIONS = {
     "dropout_p": DROPOUT,
     "softcap": SOFTCAP,
     "alibi_slopes": BY_HEAD,
+    "bias": BIAS,
     "sinks": BY_HEAD,
 }
 QKV = {"q": TENSOR, "k": TENSOR, "v": TENSOR}
@@ -213,9 +319,13 @@ CALLS = {
     "ops.explain": (TENSORS | {"layout_or_pattern": Full()}, CALL | OPTIONS | {"layout_or_pattern": RULE}),
     "ops.dilated_attention": (
         TENSORS | BRANCH,
-        CALL | OPTIONS | BRANCHES | {"head_offsets": OFFSETS, "detach_branch_weights": FLAG},
+        CALL | OPTIONS | BRANCHES | {"head_offsets": OFFSETS, "detach_branch_weights": FLAG, "padding": ZEROS},
     ),
     "ops.decode_attention": (
+        TENSORS | {"q": CACHE, "pattern": Full()},
+        CALL | OPTIONS | {"pattern": RULE, "lengths": None, "page_table": None},
+    ),
+    "ops.explain_decode": (
         TENSORS | {"q": CACHE, "pattern": Full()},
         CALL | OPTIONS | {"pattern": RULE, "lengths": None, "page_table": None},
     ),
@@ -227,7 +337,12 @@ CALLS = {
         TWO | {"selector": ops.TopK(0.5), "block_size": 16},
         CHOICE
         | {"selector": SELECTOR, "sink": COUNT, "local": COUNT, "per_kv_head": FLAG}
-        | {"key_padding_mask": PADDING, "document_ids": IDS},
+        | {"key_padding_mask": PADDING, "document_ids": IDS, "lengths": LENGTHS, "dense_below": COUNT},
+    ),
+    "ops.BlockSummaries": ({}, {"scorer": SCORER, "block_size": BLOCKS}),
+    "ops.CacheBlocks": (
+        {"offsets": LISTED, "indices": LISTED, "block_size": 16, "num_lists": 1},
+        {"offsets": NUMBERS, "indices": NUMBERS, "block_size": BLOCKS[:2], "num_lists": POSITIVE},
     ),
     "ops.block_masses": (TWO | {"block_size": 16}, CHOICE | {"key_padding_mask": PADDING}),
     "ops.split_budget": (
@@ -236,11 +351,19 @@ CALLS = {
         | {"is_causal": FLAG, "sink": COUNT, "local": COUNT},
     ),
     "ops.merge_attention": ({"outs": [QUERY], "lses": [torch.ones(2, 4, 32)]}, {"outs": None, "lses": None}),
+    "ops.tile_order": (
+        {"shape": (4, 6), "tile": 2},
+        {"shape": SHAPE, "tile": TILE, "prefix": COUNT, "device": DEVICE},
+    ),
+    "ops.permute": ({"x": QUERY, "order": ORDER_OF_TOKENS}, {"x": PLAIN_TENSOR, "order": TOKEN_ORDER, "dim": DIMENSION}),
+    "ops.unpermute": ({"x": QUERY, "order": ORDER_OF_TOKENS}, {"x": PLAIN_TENSOR, "order": TOKEN_ORDER, "dim": DIMENSION}),
+    "ops.warm_up": ({}, {"calls": None, "processes": POSITIVE, "progress": CALLBACK}),
     "ops.set_fast_path": ({"enabled": True}, {"enabled": FLAG}),
     "ops.TopK": ({"share": 0.5}, {"share": SHARE, "even": FLAG, "across_heads": FLAG}),
     "ops.SharedBudget": ({"share": 0.5}, {"share": SHARE}),
     "ops.CumulativeMass": ({"mass": 0.5}, {"mass": SHARE, "at_most": SHARE}),
     "ops.RelativeThreshold": ({"ratio": 0.5}, {"ratio": SHARE, "at_most": SHARE}),
+    "ops.ScoreBias": ({"terms": ()}, {"terms": TERMS}),
     "ops.MeanPooled": ({}, SCORER_OF_PARTS),
     "ops.MinMaxBound": ({}, SCORER_OF_PARTS),
     "ops.Moments": ({}, SCORER_OF_PARTS),
@@ -257,7 +380,10 @@ CALLS = {
         {name: kind for name, kind in CHOICE.items() if name != "scorer"}
         | {"gate": GATE, "masses": MASSES_OF_A_CALL, "key_padding_mask": PADDING},
     ),
-    "nn.BlockSparseAttention": ({"pattern": Full()}, MODULE | POOL | {"pattern": RULE}),
+    "nn.BlockSparseAttention": (
+        {"pattern": Full()},
+        MODULE | POOL | {"pattern": RULE, "order": REORDERING},
+    ),
     "nn.BlockSparseRingDilatedAttention": ({}, MODULE | BRANCHES | POOL | {"sparse_config": None}),
     "nn.BlockSparseHierarchical": ({}, MODULE | POOL | {"levels": None, "block_size": BLOCKS[:2]}),
     "nn.BlockSparseAdaptive": (
@@ -266,7 +392,12 @@ CALLS = {
         | {"sparsity_ratio": SHARE, "sparse_config": None, "scorer": SCORER, "selector": SELECTOR}
         | {"block_size": BLOCKS, "sink": COUNT, "local": COUNT, "per_kv_head": FLAG, "gate_strength": STRENGTH},
     ),
-    "nn.DilatedAttention": ({}, MODULE | BRANCHES | POOL | {"head_offsets": OFFSETS, "detach_branch_weights": FLAG}),
+    "nn.Adaptive": (
+        {"share": 0.5},
+        {"share": SHARE, "scorer": SCORER, "step_scorer": SCORER, "selector": None, "block_size": BLOCKS}
+        | {"sink": COUNT, "local": COUNT, "per_kv_head": FLAG, "dense_below": COUNT},
+    ),
+    "nn.DilatedAttention": ({}, MODULE | BRANCHES | POOL | {"head_offsets": OFFSETS, "detach_branch_weights": FLAG, "padding": ZEROS}),
     "nn.Multihead": (SIZES | {"attention": torch.nn.Identity()}, PROJECTIONS | MAGNETO | {"attention": None}),
     "nn.BlockSparseRingMultiheadDilatedAttention": (
         SIZES,
@@ -274,7 +405,7 @@ CALLS = {
     ),
     "nn.MultiheadDilatedAttention": (
         SIZES | {"layer_norm": True},
-        MODULE | PROJECTIONS | BRANCHES | POOL | MAGNETO | {"head_offsets": OFFSETS, "detach_branch_weights": FLAG},
+        MODULE | PROJECTIONS | BRANCHES | POOL | MAGNETO | {"head_offsets": OFFSETS, "detach_branch_weights": FLAG, "padding": ZEROS},
     ),
     "nn.SparsitySchedule": (
         {"model": nn.BlockSparseAttention(Full()), "steps": 3},

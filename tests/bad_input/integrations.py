@@ -6,6 +6,7 @@ from torch import nn
 
 from dilated_attention_pytorch import Causal, SlidingWindow
 from dilated_attention_pytorch.integrations.pytorch import replace_attention, sdpa_with
+from dilated_attention_pytorch.integrations.torchscale import replace_dilated_attention
 
 X = torch.ones(1, 2, 16, 8)
 
@@ -26,6 +27,11 @@ BAD = {
     "a model without attention": (lambda: replace_attention(nn.Linear(2, 2), Causal()), ValueError, "the model has no nn.MultiheadAttention to replace"),
     "attention itself": (lambda: replace_attention(nn.MultiheadAttention(8, 2), Causal()), ValueError, "an nn.MultiheadAttention itself cannot be replaced in place"),
     "backend of all": (lambda: replace_attention(model(), Causal(), backend="flash"), ValueError, "backend must be one of .* got 'flash'"),
+    "no model of torchscale": (lambda: replace_dilated_attention(None), TypeError, "model must be an nn.Module, got None"),
+    "a model without torchscale's attention": (lambda: replace_dilated_attention(model()), ValueError, "the model has no DilatedAttention of torchscale to replace, got TransformerEncoderLayer"),
+    "padding of torchscale": (lambda: replace_dilated_attention(model(), padding="zeros"), ValueError, "padding must be 'zero_keys' or None, got 'zeros'"),
+    "gradients of torchscale": (lambda: replace_dilated_attention(model(), detach_branch_weights=1), TypeError, "detach_branch_weights must be True or False, got 1"),
+    "backend of torchscale": (lambda: replace_dilated_attention(model(), backend="flash_attn"), ValueError, "backend must be one of .* got 'flash_attn'"),
     "no pattern for a function": (lambda: sdpa_with(None), TypeError, "pattern must be a Pattern, got NoneType"),
     "backend of a function": (lambda: sdpa_with(Causal(), backend="flash"), ValueError, "backend must be one of .* got 'flash'"),
     "a sparse query": (lambda: sdpa_with(Causal())(X.to_sparse(), X, X), TypeError, "q must be dense, got a tensor of layout torch.sparse_coo"),

@@ -13,6 +13,7 @@ from dilated_attention_pytorch import (
     Full,
     PerHead,
     RelativeThreshold,
+    ScoreBias,
     SparsePatternConfig,
     TopK,
     block_sparse_attention,
@@ -54,6 +55,8 @@ SAMPLES = BlockLayout.from_block_mask(torch.ones(3, 4, 2, 2, dtype=torch.bool), 
 
 BRANCHES = {"segment_lengths": [16], "dilation_rates": [1]}
 
+TABLE, BY_PAIR = torch.ones(4, 9), torch.ones(1, 1, 32, 32)
+
 
 def jagged(x):
     return torch.nested.nested_tensor(list(x), layout=torch.jagged)
@@ -73,6 +76,42 @@ OPERATORS = {
 }  # fmt: skip
 
 BAD = {
+    # the terms of a bias
+    "slopes of a list": (lambda: ScoreBias.slopes([0.5]), TypeError, r"slopes must be a tensor, got \[0.5\]"),
+    "slopes of ints": (lambda: ScoreBias.slopes(torch.ones(4).int()), TypeError, "slopes must be floating point, got torch.int32"),
+    "slopes of pairs": (lambda: ScoreBias.slopes(BY_PAIR), ValueError, r"slopes must have 1 or 2 dimensions, got shape \[1, 1, 32, 32\]"),
+    "signed by a number": (lambda: ScoreBias.slopes(torch.ones(4), signed=1), TypeError, "signed must be True or False, got 1"),
+    "a table without heads": (lambda: ScoreBias.table(torch.ones(9)), ValueError, r"table must have 2 or 3 dimensions, got shape \[9\]"),
+    "a table without entries": (lambda: ScoreBias.table(torch.ones(4, 0)), ValueError, r"table must have entries, got shape \[4, 0\]"),
+    "zero before the table": (lambda: ScoreBias.table(TABLE, zero=-1), ValueError, "zero must be at least 0, got -1"),
+    "zero of a float": (lambda: ScoreBias.table(TABLE, zero=4.0), TypeError, "zero must be an int, got 4.0"),
+    "positions of floats": (lambda: ScoreBias.table(TABLE, positions=torch.ones(32)), TypeError, "positions must be int32 or int64, got torch.float32"),
+    "positions of a list": (lambda: ScoreBias.table(TABLE, positions=[0, 1]), TypeError, r"positions must be a tensor or None, got \[0, 1\]"),
+    "positions of pairs": (lambda: ScoreBias.table(TABLE, positions=BY_PAIR.int()), ValueError, r"positions must have 1 or 2 dimensions, got shape"),
+    "sparse table": (lambda: ScoreBias.t5(TABLE.to_sparse()), TypeError, "table must be dense, got a tensor of layout torch.sparse_coo"),
+    "too few buckets": (lambda: ScoreBias.t5(torch.ones(4, 3)), ValueError, r"table must have 4 buckets or more, got shape \[4, 3\]"),
+    "no room between buckets": (lambda: ScoreBias.t5(torch.ones(4, 32), max_distance=8), ValueError, "max_distance must be more than the 8 distances .*, got 8"),
+    "max_distance of a float": (lambda: ScoreBias.t5(TABLE, max_distance=128.0), TypeError, "max_distance must be an int, got 128.0"),
+    "bidirectional by a word": (lambda: ScoreBias.t5(TABLE, bidirectional="no"), TypeError, "bidirectional must be True or False, got 'no'"),
+    "a grid of a number": (lambda: ScoreBias.grid(TABLE, 4), TypeError, "shape must be a tuple of ints, got 4"),
+    "a grid without places": (lambda: ScoreBias.grid(TABLE, (0,)), ValueError, "shape must be at least 1, got 0"),
+    "a table of another grid": (lambda: ScoreBias.grid(TABLE, (4, 4)), ValueError, r"table must have 3 dimensions, got shape \[4, 9\]"),
+    "an even number of offsets": (lambda: ScoreBias.grid(torch.ones(4, 8), (4,)), ValueError, r"table must have an odd number of offsets a dimension, got shape \[4, 8\]"),
+    "tokens of floats": (lambda: ScoreBias.grid(TABLE, (4,), tokens=torch.ones(4)), TypeError, "tokens must be int32 or int64, got torch.float32"),
+    "keys without heads": (lambda: ScoreBias.keys(torch.ones(2, 32)), ValueError, r"values must have 3 dimensions, got shape \[2, 32\]"),
+    "keys of bools": (lambda: ScoreBias.keys(torch.ones(1, 1, 32) > 0), TypeError, "values must be floating point, got torch.bool"),
+    "gates of a number": (lambda: ScoreBias.forget(-0.1), TypeError, "log_gates must be a tensor, got -0.1"),
+    "pairs without heads": (lambda: ScoreBias.dense(torch.ones(32, 32)), ValueError, r"values must have 4 dimensions, got shape \[32, 32\]"),
+    "positions of fewer tokens than queries": (
+        call(options={"bias": ScoreBias.table(TABLE, positions=torch.arange(8))}, k=torch.ones(2, 8, 4, 8), v=torch.ones(2, 8, 4, 8)),
+        ValueError,
+        "bias must have positions for all 32 queries, got 8",
+    ),
+    "gates of fewer tokens than queries": (
+        call(options={"bias": ScoreBias.forget(torch.ones(1, 1, 8))}, k=torch.ones(2, 8, 4, 8), v=torch.ones(2, 8, 4, 8)),
+        ValueError,
+        "bias must have gates for all 32 queries, got 8",
+    ),
     # tensors
     "q not a tensor": (call(q=[1.0]), TypeError, "q must be a tensor, got list"),
     "q of rank 3": (call(q=torch.randn(2, 32, 8)), ValueError, r"q must have shape \(batch, seq, heads, head_dim\), got \[2, 32, 8\]"),
@@ -83,7 +122,8 @@ BAD = {
     "mixed devices": (call(k=torch.randn(2, 32, 4, 8, device="meta")), ValueError, "k must be on the device of q, cpu, got meta"),
     "batch sizes": (call(k=torch.randn(3, 32, 4, 8)), ValueError, "k must have the batch size of q, 2, got 3"),
     "head dims": (call(k=torch.randn(2, 32, 4, 16)), ValueError, "k must have the head_dim of q, 8, got 16"),
-    "k and v lengths": (call(v=torch.randn(2, 31, 4, 8)), ValueError, r"k and v must have the same shape, got \[2, 32, 4, 8\] and \[2, 31, 4, 8\]"),
+    "k and v heads": (call(v=torch.randn(2, 32, 2, 3)), ValueError, r"k and v must have the same shape but for head_dim, got \[2, 32, 4, 8\] and \[2, 32, 2, 3\]"),
+    "k and v lengths": (call(v=torch.randn(2, 31, 4, 8)), ValueError, r"k and v must have the same shape but for head_dim, got \[2, 32, 4, 8\] and \[2, 31, 4, 8\]"),
     "heads not divisible": (call(k=torch.randn(2, 32, 3, 8), v=torch.randn(2, 32, 3, 8)), ValueError, "heads of q must be a multiple of heads of k, got 4 and 3"),
     **{
         f"{kind} {name} of {operator}": (partial(run, **qkv(**{name: make(qkv()[name])})), TypeError, f"{name} must be dense, got a tensor of layout torch.{kind}")
@@ -110,7 +150,7 @@ BAD = {
     "layout for other samples": (call(layout=SAMPLES), ValueError, "lists for 2 samples, got 3"),
     "layout elsewhere": (call(layout=LAYOUT.to("meta")), ValueError, "layout_or_pattern must be on the device of q, cpu, got meta"),
     "pattern for other heads": (call(layout=PerHead((Full(), Causal()))), ValueError, "a pattern for each of 4 heads of q or 4 of k, got 2"),
-    "documents of another length": (call(layout=Documents((10, 10))), ValueError, "lengths of Documents must add up to seq_k = 32, got 20"),
+    "documents of another length": (call(layout=Documents((10, 10))), ValueError, "lengths of Documents and KeyRanges must add up to seq_k = 32, got 20"),
     # options
     "NaN scale": (call(options={"scale": float("nan")}), ValueError, "scale must be finite, got nan"),
     "infinite scale": (call(options={"scale": float("inf")}), ValueError, "scale must be finite, got inf"),

@@ -101,7 +101,7 @@ def test_who_cannot_take_part(monkeypatch, arguments, reason):
     ("arguments", "message"),
     [
         (["--against", "magic"], "error: --against must be of dense, flex, flash, xformers, or none, got 'magic'"),
-        (["--device", "cuda"], "error: --device cuda must be there"),
+        (["--device", "cuda"], "error: --device must be cpu, or cuda where PyTorch finds a GPU, got 'cuda'"),
         (["windo"], "error: pattern 'windo'"),
     ],
 )

@@ -8,6 +8,7 @@ import torch
 from dilated_attention_pytorch import explain
 from dilated_attention_pytorch.cli import doctor
 from dilated_attention_pytorch.testing import oracle
+from dilated_attention_pytorch.testing.timing import hint_of_load
 from tests.cli.commands import run
 
 
@@ -25,7 +26,17 @@ def test_a_healthy_machine():
     (mine,) = (each for each in found["backends"] if each["call"] == "dilated" and each["device"] == "cpu")
     assert mine["why"] == explain(q, q, q, pattern, is_causal=is_causal).reasons
     assert mine["chosen"] == "blockwise"
-    for word in ("torch", "→ blockwise", "cannot: ", "Self-check", f"{len(found['checks'])} checks"):
+    report = {each["name"]: each for each in found["caches"]}
+    assert 1 <= report["layout.cache._cache"]["entries"] <= report["layout.cache._cache"]["bound"]
+    assert report["layout.cache._cache"]["nbytes"] > 0
+    for word in (
+        "layout.cache._cache",
+        "torch",
+        "→ blockwise",
+        "cannot: ",
+        "Self-check",
+        f"{len(found['checks'])} checks",
+    ):
         assert word in err
 
 
@@ -85,3 +96,26 @@ def test_the_stand_in_for_lse_is_the_call_itself():
     alone = doctor._WithoutLse(**{**vars(case), "dlse": torch.zeros_like(case.dlse)})
     for got, want in zip(oracle(alone), oracle(doctor.Case(**vars(alone))), strict=True):
         assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize(
+    ("load", "threads", "settings", "says"),
+    [
+        (0.2, 4, {}, []),
+        (None, 4, {}, []),
+        (99.0, 1, {}, ["busy (load 99.0"]),
+        (99.0, 4, {"OMP_WAIT_POLICY": "PASSIVE"}, ["busy (load 99.0"]),
+        (
+            99.0,
+            4,
+            {"OMP_WAIT_POLICY": "ACTIVE"},
+            ["busy (load 99.0", "its 4 threads may stall", "OMP_WAIT_POLICY=PASSIVE"],
+        ),
+        (99.0, 4, {}, ["busy (load 99.0", "its 4 threads may stall", "OMP_WAIT_POLICY=PASSIVE"]),
+    ],
+)
+def test_a_busy_machine(load, threads, settings, says):
+    hint = hint_of_load({"load_before": load, "threads": threads, "thread_settings": settings})
+    assert (hint is None) == (not says)
+    assert all(words in hint for words in says)
+    assert len(says) == 3 or hint is None or "stall" not in hint

@@ -85,7 +85,7 @@ def test_a_layout_that_was_saved(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["windo:3"], 1, "error: pattern 'windo:3': 'windo' is none of full, causal, window:LEFT"),
+        (["windo:3"], 1, "did you mean 'window'?"),
         (["window:3", "--block-size", "17"], 1, "error: block_size must be one of"),
         (["window:3", "--block-size", "axb"], 1, "error: block size must be a number or two, as 64x16, got 'axb'"),
         (["window:3", "--head", "8"], 1, "error: --head must be from 0 to 7, got 8"),
@@ -126,7 +126,18 @@ def test_no_terminal_is_too_narrow(monkeypatch, columns):
 @pytest.mark.parametrize("name", NAMES)
 def test_the_python_runs_and_is_that_call(name, is_causal):
     """What it computes is what the reference computes over the layout that was drawn."""
-    example = {"documents": ("100,60,40",), "window": ("40", "3"), "dilated_sparse": ("0.5", "64,128", "1,2")}
+    lengths = "100,60,40"
+    example = {
+        "window": ("40", "3"),
+        "prefix": ("20", lengths),
+        "documents": (lengths,),
+        "document_sinks": ("4", lengths),
+        "ranges": ("0,100,100", "100,160,200", lengths),
+        "block_diffusion": ("100", "24"),
+        "dilated_sparse": ("0.5", "64,128", "1,2"),
+        "neighborhood": ("5x10x4", "3x5x2", "1x1x2", "0", "1", "0", "2x5x4", "shift"),
+        "sliding_tiles": ("5x10x4", "2x5x2", "4x5x4", "0", "2x5x2"),
+    }
     arguments = example.get(name, NAMES[name].example)
     text = name + (":" + "/".join(arguments) if arguments else "")
     size = None if name == "longnet" else 32

@@ -3,6 +3,7 @@
 import math
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -77,7 +78,7 @@ def test_a_killed_run_ends_where_an_undisturbed_one_does(text, tmp_path):
         assert about_ours == about
         assert ours.keys() == theirs.keys()
         assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
-    assert len(load_tensors(killed / train.CHECKPOINT)[0]["losses"]) == 80
+    assert len(load_tensors(killed / train.CHECKPOINT)[0]["bits"]) == 80
 
 
 def _step_of(out):
@@ -91,10 +92,9 @@ def test_it_learns_and_says_so(text, tmp_path, capsys):
     out = tmp_path / "run"
     train.run(Console(), text, out, replace(OPTIONS, steps=40, model=replace(MODEL, dropout=0.0)))
     printed = capsys.readouterr().out
-    losses = load_tensors(out / train.CHECKPOINT)[0]["losses"]
-    assert losses[:3].mean() > 5.0
-    assert losses[-3:].mean() < 3.5
-    assert f"step 40: loss {losses[-1]:.4f}" in printed
+    bits = load_tensors(out / train.CHECKPOINT)[0]["bits"]
+    assert bits[:3].mean() > 7.2
+    assert bits[-3:].mean() < 5.0
     assert sorted(path.name for path in out.iterdir()) == [train.CHECKPOINT, train.PLOT, train.MODEL]
     assert imread(out / train.PLOT)[..., :3].std() > 0.05
     model = LongNetLM.load(out / train.MODEL).eval()
@@ -102,21 +102,23 @@ def test_it_learns_and_says_so(text, tmp_path, capsys):
     held_out = torch.tensor(list(data[-max(33, len(data) // 20) :]))
     rows = held_out[: len(held_out) // 33 * 33].view(-1, 33)
     loss = cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten()).item()
-    assert f"Held-out bytes: {loss / math.log(2):.3f} bits a byte." in printed
+    held_out = f"{loss / math.log(2):.3f}"
+    assert f"Held-out bytes: {held_out} bits a byte." in printed
+    assert re.search(rf"step 40: {bits[-1]:.3f} bits a byte \(held out {held_out}\), [\d,]+ tokens/s", printed)
 
 
 def test_a_step_is_the_gradient_step_it_says(text):
     """The first step, by hand: its rows, its rate, AdamW from nothing, gradients cut at norm 1."""
     options = replace(OPTIONS, model=replace(MODEL, dropout=0.0), warmup=4)
-    data, _ = train._split(text.read_bytes(), 32, text)
-    state = train.State.new(options)
+    data, _ = train._split(text.read_bytes(), options, text)
+    state = train.State.new(options, text)
     before = {name: p.detach().clone() for name, p in state.model.named_parameters()}
     torch.manual_seed(3 * 1_000_003 + 1)
     rows = torch.stack([data[i : i + 33].long() for i in torch.randint(len(data) - 32, (2,)).tolist()])
     loss = cross_entropy(state.model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
     grads = torch.autograd.grad(loss, list(state.model.parameters()))
     norm = torch.sqrt(sum(g.square().sum() for g in grads))
-    assert state.train(0, data, options) == pytest.approx(loss.item())
+    assert state.train(0, data, options) == pytest.approx(loss.item() / math.log(2))
     rate = 0.01 / 5
     for (name, p), grad in zip(state.model.named_parameters(), grads, strict=True):
         grad = grad / max(1.0, norm)
@@ -138,7 +140,7 @@ def test_rate_rises_and_falls():
     ("change", "message"),
     [
         ({"learning_rate": 0.02}, r"learning_rate must be what it was when the run began, 0.01, .* got 0.02\. Give"),
-        ({"steps": 13}, "steps must be .*, 12, .* got 13"),
+        ({"steps": 13}, r"steps must be .*, 12, .* got 13\. `dilated-attention train --resume .*run --steps 13`"),
         ({"model": replace(MODEL, dropout=0.2)}, r"model must be .*, \{'dropout': 0.1\}, .* got \{'dropout': 0.2\}"),
     ],
     ids=str,

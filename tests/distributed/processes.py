@@ -5,6 +5,7 @@ error of a rank is raised here, as `RankError`, with the text of all ranks that 
 that run one function and may die.
 """
 
+import time
 import traceback
 from datetime import timedelta
 
@@ -14,6 +15,7 @@ import torch.multiprocessing as mp
 
 MOST = 4
 TIMEOUT = timedelta(seconds=60)
+SILENT = 150.0  # seconds after which ranks that were given work have failed the test
 
 
 class RankError(RuntimeError):
@@ -71,10 +73,15 @@ class Processes:
 class Ranks(Processes):
     def __init__(self, size=MOST):
         super().__init__(size, _serve)
+        self.jobs = 0
 
     def run(self, size, work, *args):
+        self.jobs += 1
         for rank, pipe in enumerate(self.pipes[:size]):
-            pipe.send((size, work, of_rank(args, rank)))
+            pipe.send((self.jobs, size, work, of_rank(args, rank)))
+        ends = time.monotonic() + SILENT
+        for rank, pipe in enumerate(self.pipes[:size]):
+            assert pipe.poll(max(0.0, ends - time.monotonic())), f"rank {rank} of {size} is silent in {work.__name__}"
         answers = [pipe.recv() for pipe in self.pipes[:size]]
         errors = {rank: answer for rank, (ok, answer) in enumerate(answers) if not ok}
         if errors:
@@ -87,7 +94,9 @@ def _serve(rank, size, port, pipe):
     groups = {n: dist.new_group(list(range(n))) for n in range(1, size + 1)}
     torch.use_deterministic_algorithms(True)  # and so torch.empty holds NaN, as in every test
     while True:
-        number, work, args = pipe.recv()
+        job, number, work, args = pipe.recv()
+        # PyTorch names groups by counting those that a process has made; work for some of the ranks makes some alone.
+        dist.distributed_c10d._world.group_count = 1000 * job
         try:
             pipe.send((True, work(groups[number], *args)))
         except Exception as error:  # noqa: BLE001 - told to the test

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dilated_attention_pytorch import BlockLayout, RandomBlocks, SlidingWindow
+from dilated_attention_pytorch import BlockLayout, Causal, Documents, GlobalTokens, RandomBlocks, SlidingWindow
 from dilated_attention_pytorch.distributed import Placement
 from tests.distributed import work
 from tests.distributed.processes import ByRank, RankError
@@ -31,7 +31,10 @@ DIFFERENCES = {
     "dtype": ({"dtype": torch.float16}, "dtype: torch.float32 on rank 0 and 2, torch.float16 on rank 1"),
     "batch": ({"shape": (2, SHARD, 2, 8)}, "batch: 1 on rank 0 and 2, 2 on rank 1"),
     "heads": ({"heads_kv": 1}, "heads: 2 of queries, 2 of keys on rank 0 and 2, 2 of queries, 1 of keys on rank 1"),
-    "head_dim": ({"shape": (1, SHARD, 2, 16)}, "head_dim: 8 on rank 0 and 2, 16 on rank 1; scale"),
+    "head_dim": (
+        {"shape": (1, SHARD, 2, 16)},
+        "head_dim: 8 of queries and keys, 8 of values on rank 0 and 2, 16 of queries .* on rank 1; scale",
+    ),
     "causal": ({"is_causal": True}, "is_causal: False on rank 0 and 2, True on rank 1$"),
     "scale": ({"scale": 0.5}, "scale: 0.35.* on rank 0 and 2, 0.5 on rank 1$"),
     "dropout": ({"dropout_p": 0.5}, "dropout_p: 0.0 on rank 0 and 2, 0.5 on rank 1$"),
@@ -56,6 +59,67 @@ def test_a_difference_is_named_on_every_rank(ranks, name):
     assert ranks.run(3, work.call, call()) == [(1, SHARD, 2, 8)] * 3  # nothing is left over
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("agreement", ["first", "always"])
+@pytest.mark.parametrize("name", [*DIFFERENCES, "refused"])
+def test_a_difference_after_the_first_call(ranks, name, agreement):
+    """The others have begun to exchange when they hear of it; what they sent is taken for nothing else later."""
+    good = call(placement=CONTIGUOUS, agreement=agreement)
+    changes, message = DIFFERENCES.get(name, ({"shape": (1, 48, 2, 8)}, "must have the 64 tokens of rank 1"))
+    if name == "placement":
+        changes = {"placement": None}
+        message = "placement: .* on rank 0 and 2, by the lengths of the shards on rank 1"
+    odd = call(**{"placement": CONTIGUOUS, "agreement": agreement, **changes})
+    expected = ranks.run(3, work.sum_of_ones, good)
+    for _ in range(2):
+        with pytest.raises(RankError) as failed:
+            ranks.run(3, work.call, ByRank([good, odd, good]))
+        assert sorted(failed.value.errors) == [0, 1, 2]
+        for rank, (kind, text) in failed.value.errors.items():
+            assert kind == ("RingError" if name == "refused" and rank != 1 else "ValueError"), text
+            assert pytest.raises(ValueError, match=message).matches(ValueError(text)), text
+        assert ranks.run(3, work.sum_of_ones, good) == expected
+
+
+def test_when_the_others_are_heard(ranks):
+    """The first call of a kind waits for them before it sends anything; later ones, other documents too, do not."""
+    placement = Placement.contiguous(3 * SHARD, 3, block_size=16)
+    documents = [Documents(lengths) & Causal() for lengths in ((70, 122), (100, 92), (30, 100, 62))]
+    for agreement, later in (("always", "heard, sent"), ("first", "sent, heard"), ("never", "sent")):
+        for order in ranks.run(3, work.order_of_calls, documents, placement, agreement):
+            assert order == ["sent" if later == "sent" else "heard, sent", later, later]
+
+
+def test_what_waits_for_the_others_in_every_call(ranks):
+    """Without a placement the lengths are not known, dropout has a message for all, and so have global tokens."""
+    window = SlidingWindow(20, 20)
+    placement = Placement.contiguous(4 * SHARD, 4, block_size=16)
+    for patterns, where, options in (
+        ([window] * 2, None, {}),
+        ([window] * 2, placement, {"dropout_p": 0.5}),
+        ([GlobalTokens(40) | SlidingWindow(2, 0)] * 2, placement, {}),
+    ):
+        for order in ranks.run(4, work.order_of_calls, patterns, where, "first", options):
+            assert order == ["heard, sent"] * 2
+
+
+def test_never_needs_a_placement(ranks):
+    with pytest.raises(RankError) as failed:
+        ranks.run(3, work.call, call(agreement="never"))
+    for kind, text in failed.value.errors.values():
+        assert (kind, text[:40]) == ("ValueError", 'agreement="never" needs a placement: wit')
+
+
+@pytest.mark.parametrize("agreement", ["first", "always"])
+def test_a_plan_that_one_rank_forgot_is_made_again_while_others_go_on(ranks, agreement):
+    """Of rules on blocks, which the ranks make together."""
+    given = call(placement=CONTIGUOUS, agreement=agreement, pattern=RandomBlocks(2, seed=3, block_size=16))
+    expected = ranks.run(3, work.sum_of_ones, given)
+    ranks.run(3, work.num_plans, ByRank([False, True, False]))
+    for _ in range(2):
+        assert ranks.run(3, work.sum_of_ones, given) == expected
+
+
 REFUSED = {
     "q must have shape": {"shape": (1, SHARD, 16)},
     "heads of q must be a multiple": {"shape": (1, SHARD, 3, 8)},
@@ -63,6 +127,7 @@ REFUSED = {
     "layout_or_pattern must be a BlockLayout or a Pattern": {"pattern": "window"},
     "has no backward for a part of the keys": {"backend": "reference"},
     "cannot run this call": {"backend": "sdpa"},
+    "agreement must be one of ['always', 'first', 'never'], got 'sometimes'": {"agreement": "sometimes"},
     "placement is for 2 ranks, but the group has 3": {"placement": Placement.contiguous(SHARD, 2, block_size=16)},
     "must have the 64 tokens of rank 1": {
         "placement": CONTIGUOUS, "shape": (1, 48, 2, 8),
@@ -142,6 +207,13 @@ def test_a_plan_that_one_rank_forgot_is_made_again_by_all(ranks):
     assert before == ranks.run(3, work.num_plans, ByRank([False, True, False]))  # rank 1 forgets after it counted
     assert ranks.run(3, work.call, call()) == [(1, SHARD, 2, 8)] * 3
     assert ranks.run(3, work.num_plans) == [before[0], 1, before[2]]
+
+
+def test_plans_are_kept_up_to_so_many_bytes(ranks):
+    numbers = ranks.run(3, work.plans_kept, [SlidingWindow(n, 20) for n in range(20, 30)], 3)
+    for number, nbytes, limit in numbers:
+        assert 1 < number < 10
+        assert nbytes <= limit
 
 
 def test_other_lengths_make_another_plan(ranks):

@@ -1,8 +1,8 @@
 """A rank is killed, or hangs: every other rank raises, soon, and what a killed run leaves behind is whole.
 
-Attention communicates at points: before and after every gathering of numbers, every swap of them, every exchange begun
-and every exchange waited for, forward and backward, first call (with its plan) and later ones. A rank goes at one of
-them. While a checkpoint is saved it goes at any call of any Python function.
+Attention communicates at points: before and after numbers are told, heard or swapped, and every exchange begun, waited
+for and finished, forward and backward, first call (with its plan) and later ones. A rank goes at one of them. While a
+checkpoint is saved it goes at any call of any Python function.
 
 `make stress` kills 200 ranks and writes the record: how many, and how long the slowest survivor took to raise.
 """
@@ -23,9 +23,19 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from dilated_attention_pytorch import GlobalTokens, RandomBlocks, SlidingWindow
-from dilated_attention_pytorch.distributed import agreement, control, exchange, plan, ring, ring_block_sparse_attention
-from tests.distributed.processes import ByRank, Processes, join
+from dilated_attention_pytorch.distributed import (
+    Placement,
+    agreement,
+    control,
+    exchange,
+    plan,
+    ring,
+    ring_block_sparse_attention,
+)
+from tests.distributed import test_agreement, test_refusals
+from tests.distributed.processes import ByRank, Processes, RankError, join
 from tests.distributed.test_example import EXAMPLE, example, torchrun
+from tests.distributed.work import call as call_of_ring
 
 TIMEOUT = 5.0  # of the group, in seconds: for a busy machine, where a rank may be slow and not dead
 SLACK = 15.0  # what a survivor may take besides, on such a machine
@@ -59,11 +69,13 @@ def at_point(fate, action):
 
         return guarded
 
-    for module in (agreement, plan):
-        module.gather_numbers = with_points(control.gather_numbers)
-    plan.swap = with_points(control.swap)
-    ring.exchange = with_points(exchange.exchange)
-    exchange.Pending.wait = with_points(exchange.Pending.wait)
+    agreement.begin_gather = with_points(control.begin_gather)
+    control.Gathering.wait = with_points(control.Gathering.wait)
+    plan.gather_numbers, plan.swap = with_points(control.gather_numbers), with_points(control.swap)
+    for name in ("exchange", "broadcast", "add_up"):
+        setattr(ring, name, with_points(getattr(exchange, name)))
+    for name in ("wait", "finish"):
+        setattr(exchange.Pending, name, with_points(getattr(exchange.Pending, name)))
     return passed
 
 
@@ -109,7 +121,9 @@ def attend(rank, size, port, pipe, patterns, fate, how):
     def work():
         for pattern in patterns:
             q, k, v = (torch.randn(1, 96, 2, 8, requires_grad=True) for _ in range(3))
-            ring_block_sparse_attention(q, k, v, pattern, group=group).sum().backward()
+            # With a placement the ranks exchange while they hear of each other.
+            placement = Placement.contiguous(size * 96, size, block_size=16) if pattern == PATTERNS[2] else None
+            ring_block_sparse_attention(q, k, v, pattern, group=group, placement=placement).sum().backward()
         if fate:
             go(pipe, how)
         ring_block_sparse_attention(q, k, v, pattern, group=group)  # the rank that went is not there
@@ -180,7 +194,7 @@ def test_a_killed_rank_is_noticed(seed):
 def test_a_rank_killed_while_the_others_learn_of_a_difference_is_noticed():
     """They differ in their patterns; one goes after the numbers that say so, before the words."""
     patterns = ByRank([[PATTERNS[0]], [PATTERNS[0]], [PATTERNS[2]]])
-    told, _ = without_one(3, 0, attend, patterns, ByRank([2, 0, 0]), signal.SIGKILL)
+    told, _ = without_one(3, 0, attend, patterns, ByRank([4, 0, 0]), signal.SIGKILL)
     for kind, text in told:
         assert kind == "RingError"
         assert text.startswith("the ring is broken: the agreement on a call of all ranks failed"), text
@@ -207,6 +221,37 @@ def test_a_rank_killed_anywhere_is_noticed(seed, outcomes):
 @pytest.mark.parametrize("seed", range(200, 210))
 def test_a_rank_that_hangs_is_noticed_by_the_timeout(seed, outcomes):
     outcomes.setdefault("hangs in attention", []).append(lose_one(seed, signal.SIGSTOP))
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("seed", range(300, 360))
+def test_a_call_that_one_rank_makes_otherwise(seed, ranks, outcomes):
+    """In any module or operator, after any number of good calls: every rank is told what differs or who refused."""
+    good_calls, doomed, which = drawn(seed, (0, 3), (0, 3), (0, 10**6))
+    if seed % 2:
+        names = list(test_agreement.DIFFERENCES)
+        changes, message = test_agreement.DIFFERENCES[names[which % len(names)]]
+        kept = {"placement": test_agreement.CONTIGUOUS, "agreement": ["first", "always"][which // 100 % 2]}
+        work, good = call_of_ring, (test_agreement.call(**kept),)
+        odd = test_agreement.call(**{**kept, **changes})
+        message = {"placement": "placement: "}.get(names[which % len(names)], message.split(":")[0])
+        if names[which % len(names)] == "placement":
+            odd = test_agreement.call(**{**kept, "placement": None})
+    else:
+        name = list(test_refusals.MODULES)[which % len(test_refusals.MODULES)]
+        faults = test_refusals.faults_of(name)
+        odd = list(faults)[which // 100 % len(faults)]
+        work, good, message = test_refusals.called, (name, None), faults[odd][1]
+    for _ in range(good_calls):
+        expected = ranks.run(3, work, *good)
+    started = time.monotonic()
+    with pytest.raises(RankError) as failed:
+        ranks.run(3, work, *good[:-1], ByRank(odd if rank == doomed else good[-1] for rank in range(3)))
+    outcomes.setdefault("makes another call, or refuses it", []).append(time.monotonic() - started)
+    assert sorted(failed.value.errors) == [0, 1, 2]
+    assert all(message in text for _, text in failed.value.errors.values()), failed.value.errors
+    again = ranks.run(3, work, *good)  # nothing is left over
+    assert not good_calls or again == expected
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,7 @@
 """The ring equals the single process: outputs, lse and all gradients, in float64 to 1e-10; no byte too many is sent."""
 
 import itertools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -62,10 +62,10 @@ class Call:
     def run(self, ranks):
         """out, lse, dq, dk, dv of the whole, which lse are −inf, and what each rank sent."""
         case = self.case
-        names = ("is_causal", "scale", "dropout_p", "softcap", "sinks")
+        names = ("is_causal", "scale", "dropout_p", "softcap", "alibi_slopes", "sinks")
         options = {**{name: getattr(case, name) for name in names}, **self.options}
         got = ranks.run(self.size, work.attend, self.shards(), self.pattern, options)
-        whole = [torch.full_like(x, torch.nan) for x in (case.q, case.dlse, case.q, case.k, case.v)]
+        whole = [torch.full_like(x, torch.nan) for x in (case.do, case.dlse, case.q, case.k, case.v)]
         whole[1] = whole[1].to(got[0][0][1].dtype)
         empty = torch.zeros(case.dlse.shape, dtype=torch.bool)
         for rank, (results, own_empty, _) in enumerate(got):
@@ -78,8 +78,11 @@ class Call:
             empty[:, :, own_q] = own_empty
         return whole, empty, [sent for *_, sent in got]
 
-    def needed_keys(self):
-        """[ranks, ranks]: keys (of one head each) that the queries of a rank need of another, from the block mask."""
+    def needed_keys(self, once=False):
+        """[ranks, ranks]: keys (of one head each) that the queries of a rank need of another, from the block mask.
+
+        With `once`, those that all others need of a rank count for one of them.
+        """
         layout = self.case.layout.causal if self.case.is_causal else self.case.layout
         block, heads_kv = layout.blocks, self.case.k.shape[2]
         active = layout.to_block_mask().reshape(-1, layout.num_q_blocks, layout.num_k_blocks)
@@ -91,6 +94,13 @@ class Call:
         for head, i, j in active.nonzero().tolist():
             heads = range(heads_kv) if len(active) == 1 else [head * heads_kv // len(active)]
             needed |= {(owner_q[i], j, each) for each in heads}
+        if once:
+            by_all = {
+                (j, h)
+                for _, j, h in needed
+                if sum((r, j, h) in needed and r != owner_k[j] for r in range(self.size)) == self.size - 1
+            }
+            needed -= {(r, j, h) for r, j, h in needed if (j, h) in by_all and r != (0 if owner_k[j] else 1)}
         keys = torch.zeros(self.size, self.size, dtype=torch.int64)
         for rank, j, _ in needed:
             keys[rank, owner_k[j]] += min(block[1], layout.seq_k - j * block[1])
@@ -108,14 +118,15 @@ def assert_exact(call, ranks, tolerance=1e-10):
     return sent
 
 
-def tensors(seed, batch, seq_q, seq_k, heads, heads_kv, dim, dtype=torch.float64):
+def tensors(seed, batch, seq_q, seq_k, heads, heads_kv, dim, dtype=torch.float64, dim_v=None):
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape):
         return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
 
-    q, do = (normal(batch, seq_q, heads, dim) for _ in range(2))
-    k, v = (normal(batch, seq_k, heads_kv, dim) for _ in range(2))
+    dim_v = dim if dim_v is None else dim_v
+    q, do = (normal(batch, seq_q, heads, width) for width in (dim, dim_v))
+    k, v = (normal(batch, seq_k, heads_kv, width) for width in (dim, dim_v))
     return {"q": q, "k": k, "v": v, "do": do, "dlse": normal(batch, heads, seq_q).double()}
 
 
@@ -130,7 +141,6 @@ def calls(draw):
     pattern = draw(strategies.patterns(seq_k))
     if draw(st.integers(0, 4)) == 0:
         pattern = PerHead(tuple(draw(strategies.patterns(seq_k)) for _ in range(heads)) if heads > 1 else (pattern,))
-        assume_one_packing(pattern)
     is_causal = draw(st.booleans())
     seq_q = draw(st.integers((size - 1) * block + 1, 200)) if kind == "cross" else seq_k
 
@@ -155,8 +165,9 @@ def calls(draw):
         padding = torch.rand(batch, seq_k, generator=generator) < draw(st.sampled_from([0.1, 0.5]))
     if kind != "cross" and draw(st.booleans()):
         ids = torch.randint(0, 3, (batch, seq_k), generator=generator)
+    widths = {"dim": draw(st.sampled_from([1, 8])), "dim_v": draw(st.sampled_from([None, None, 5]))}
     case = Case(
-        **tensors(draw(st.integers(0, 2**31)), batch, seq_q, seq_k, heads, heads_kv, draw(st.sampled_from([1, 8]))),
+        **tensors(draw(st.integers(0, 2**31)), batch, seq_q, seq_k, heads, heads_kv, **widths),
         layout=BlockLayout.from_pattern(pattern, seq_q, seq_k, block_size=16),
         is_causal=is_causal,
         scale=draw(st.sampled_from([None, 0.3])),
@@ -164,18 +175,18 @@ def calls(draw):
         document_ids=ids,
         dropout_p=draw(st.sampled_from([0.0, 0.3])),
         softcap=draw(st.sampled_from([None, None, 1.5])),
+        alibi_slopes=(
+            torch.rand(heads, generator=generator, dtype=torch.float64) * 0.1
+            if kind != "cross" and draw(st.booleans())
+            else None
+        ),
         sinks=torch.randn(heads, generator=generator, dtype=torch.float64) if draw(st.booleans()) else None,
     )
     given_layout = draw(st.integers(0, 3)) == 0
+    if given_layout and kind != "balanced" and draw(st.booleans()):
+        lists = draw(st.sampled_from([(), (heads,), (heads_kv,)]))
+        case = replace(case, layout=BlockLayout.from_mask(draw(strategies.token_masks((*lists, seq_q, seq_k))), 16))
     return Call(case, placements, case.layout if given_layout else pattern, options)
-
-
-def assume_one_packing(pattern):
-    from hypothesis import assume
-
-    from dilated_attention_pytorch.layout.build import documents_of
-
-    assume(len(documents_of(pattern)) <= 1)
 
 
 @pytest.mark.slow
@@ -199,11 +210,11 @@ def test_sinks_get_the_gradient_of_all_ranks(ranks):
     torch.testing.assert_close(sum(got), torch.autograd.grad(out, sinks, case.do)[0], rtol=0, atol=1e-10)
 
 
-def test_slopes_are_refused(ranks):
-    case = Case(**tensors(3, 1, 64, 64, 2, 2, 8), layout=BlockLayout.from_pattern(Causal(), 64, block_size=16))
-    placement = Placement.contiguous(64, 2, block_size=16)
-    call = Call(case, (placement, placement), Causal(), {"alibi_slopes": torch.ones(2, dtype=torch.float64)})
-    with pytest.raises(RankError, match="alibi_slopes are not possible over a ring"):
+def test_slopes_need_queries_and_keys_of_the_same_tokens(ranks):
+    case = Case(**tensors(3, 1, 64, 96, 2, 2, 8), layout=BlockLayout.from_pattern(Causal(), 64, 96, block_size=16))
+    placements = Placement.contiguous(64, 2, block_size=16), Placement.contiguous(96, 2, block_size=16)
+    call = Call(case, placements, Causal(), {"alibi_slopes": torch.ones(2, dtype=torch.float64)})
+    with pytest.raises(RankError, match="alibi_slopes over a ring needs queries and keys of the same tokens, got 32"):
         call.run(ranks)
 
 
@@ -211,6 +222,7 @@ PATTERNS = {
     "full": Full(),
     "window": SlidingWindow(70, 20),
     "global | window": GlobalTokens(20, queries=True) | SlidingWindow(30, 30),
+    "global keys | window": GlobalTokens(20) | SlidingWindow(30, 0),
     "documents": Documents((100, 37, 200, 180)),
     "local blocks": LocalBlocks(100, block_size=32),
     "dilated": DilatedBlocks((64, 128, 512), (1, 2, 4), sparsity_ratio=0.3, block_size=32),
@@ -228,16 +240,29 @@ def test_exact_and_minimal(ranks, name, is_causal, size):
     lengths = {1: [517], 2: [192, 325], 3: [64, 320, 133], 4: [128, 32, 160, 197]}[size]
     placement = Placement.of_lengths(lengths, block_size=32)
     case = Case(
-        **tensors(0, 2, 517, 517, 4, 2, 8),
+        **tensors(0, 2, 517, 517, 4, 2, 6, dim_v=10),
         layout=BlockLayout.from_pattern(PATTERNS[name], 517, block_size=32),
         is_causal=is_causal,
     )
     call = Call(case, (placement, placement), PATTERNS[name], {"placement": placement})
     sent = assert_exact(call, ranks)
-    one = 2 * 2 * 8 * 8  # a key of a head: with its value, of 2 samples, 8 numbers of 8 bytes
+    one = 2 * (6 + 10) * 8  # a key of a head: with its value, of 2 samples, 6 and 10 numbers of 8 bytes
     needed = call.needed_keys()
-    assert [forward for forward, _ in sent] == (one * needed.sum(0)).tolist()
-    assert [backward for _, backward in sent] == (one * (needed.sum(0) + needed.sum(1))).tolist()
+    # Global tokens go to all at once; and so do their gradients come back, of each rank once.
+    to_all = name == "global keys | window" or (name == "global | window" and is_causal)
+    given = call.needed_keys(once=to_all and size == 4)
+    assert [forward for forward, _ in sent] == (one * given.sum(0)).tolist()
+    assert [backward for _, backward in sent] == (one * (given.sum(0) + needed.sum(1))).tolist()
+
+
+@pytest.mark.parametrize("lists", [(), (4,)], ids=str)
+def test_bitmaps(ranks, lists):
+    """A rank keeps the bitmaps of its own rows, and its blocks and those of others allow the same pairs."""
+    mask = torch.rand(*lists, 200, 200, generator=torch.Generator().manual_seed(0)) < 0.3
+    mask[..., :90, 120:] = False  # empty blocks, too
+    case = Case(**tensors(0, 2, 200, 200, 4, 2, 8), layout=BlockLayout.from_mask(mask, 32), is_causal=bool(lists))
+    placement = Placement.of_lengths([96, 64, 40], block_size=32)
+    assert_exact(Call(case, (placement, placement), case.layout, {"placement": placement}), ranks)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -8,6 +8,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dilated_attention_pytorch import Placement, dilated_attention
+from dilated_attention_pytorch.distributed.needs import asked_of, most_between, needs_of
+from dilated_attention_pytorch.distributed.work import Work
+from dilated_attention_pytorch.layout.branches import cheapest_blocks
 from dilated_attention_pytorch.patterns import Branches
 from tests.distributed import work
 from tests.distributed.processes import ByRank
@@ -101,6 +104,8 @@ def calls(draw):
     }
     if draw(st.booleans()):
         options["key_padding_mask"] = torch.rand(batch, seq_k, generator=generator) < 0.2
+    if kind != "cross" and draw(st.booleans()):
+        options["alibi_slopes"] = torch.rand(heads, generator=generator, dtype=torch.float64) * 0.1
     return placements, tensors(draw(st.integers(0, 2**31)), batch, seq_q, seq_k, heads, heads_kv, 4), options, over
 
 
@@ -112,16 +117,10 @@ def test_any_call(ranks, call):
     assert_exact(ranks, placements, given, options, over)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_longnet(ranks, size, is_causal):
-    """Each key that a head's queries count is sent once, in blocks of 16 of a class, and no other."""
-    seq, heads, heads_kv, dim = 768, 4, 2, 4
-    branches = Branches((64, 128, 512), (1, 2, 4))
-    options = {"segment_lengths": (64, 128, 512), "dilation_rates": (1, 2, 4), "is_causal": is_causal}
-    placement = Placement.contiguous(seq, size, block_size=64)
-    sent = assert_exact(ranks, (placement, placement), tensors(0, 1, seq, seq, heads, heads_kv, dim), options)
-    owner = [next(r for r in range(size) if t // 64 in placement.blocks(r)) for t in range(seq)]
+def needed_keys(branches, placement, heads, heads_kv, is_causal):
+    """[ranks, ranks]: keys, each of one head, that the queries of a rank count and another holds, token by token."""
+    seq, size = placement.seq, placement.world_size
+    owner = {t: rank for rank in range(size) for run in placement.tokens(rank) for t in range(run.start, run.stop)}
     needed = set()
     for head in range(heads):
         for w, r, offset in branches.of_head(head, heads):
@@ -130,12 +129,53 @@ def test_longnet(ranks, size, is_causal):
                 for key in kept:
                     askers = {owner[query] for query in kept if query >= key or not is_causal} - {owner[key]}
                     needed |= {(asker, key, head * heads_kv // heads) for asker in askers}
-    # A block is 16 tokens of a class modulo 4: all of them travel together.
-    needed = {(asker, (key // 64, key % 4, lane), head) for asker, key, head in needed for lane in range(16)}
+    keys = torch.zeros(size, size, dtype=torch.int64)
+    for asker, key, _ in needed:
+        keys[asker, owner[key]] += 1
+    return keys
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("seq", [768, 517])
+def test_longnet(ranks, seq, size, is_causal):
+    """Each key that a head's queries count is sent once, and no other; wherever shards begin."""
+    heads, heads_kv, dim = 4, 2, 4
+    branches = Branches((64, 128, 512), (1, 2, 4))
+    options = {"segment_lengths": (64, 128, 512), "dilation_rates": (1, 2, 4), "is_causal": is_causal}
+    placement = Placement.contiguous(seq, size, block_size=64 if seq == 768 else 16)
+    given = tensors(0, 1, seq, seq, heads, heads_kv, dim)
+    sent = assert_exact(ranks, (placement, placement), given, options, {"placement": placement})
     one = 2 * dim * 8  # key and value
-    for rank in range(size):
-        of_rank = [item for item in needed if owner[item[1][0] * 64] == rank]
-        assert sent[rank] == one * len(of_rank)
+    assert sent == (one * needed_keys(branches, placement, heads, heads_kv, is_causal).sum(0)).tolist()
+
+
+@settings(max_examples=60)
+@given(call=calls())
+def test_what_is_asked_for(call):
+    """In closed form what the definition says, of any placement, and whoever asks sees it as whoever is asked."""
+    (place_q, place_k), (q, k, *_), options, _ = call
+    if place_q != place_k:
+        return
+    which = Branches(*(options[name] for name in ("segment_lengths", "dilation_rates", "head_offsets")))
+    heads, heads_kv, is_causal = q.shape[2], k.shape[2], options["is_causal"]
+    block, num_residues = cheapest_blocks(which, place_k.seq, cut=place_k.cut)
+    work = Work(
+        what=which, is_causal=is_causal, placements=(place_q, place_k), blocks=(block, block),
+        num_residues=num_residues, heads=heads, heads_kv=heads_kv, device=torch.device("cpu"),
+    )  # fmt: skip
+    needed, most = needed_keys(which, place_k, heads, heads_kv, is_causal), most_between(work)
+    for asker in range(place_k.world_size):
+        needs = needs_of(work, asker)
+        for owner in range(place_k.world_size):
+            if owner == asker:
+                continue
+            times = heads_kv if work.is_shared else 1
+            received = needs[owner, False].received if (owner, False) in needs else ()
+            asked = asked_of(work, owner, asker)
+            assert len(asked) == len(received)
+            assert len(asked) * times == needed[asker, owner]
+            assert not len(asked) or most[(asker - owner) % place_k.world_size]
 
 
 def test_refused(ranks):

@@ -1,17 +1,20 @@
 """What the processes of the tests run: importable by them, quick to load."""
 
 import weakref
+from contextlib import ExitStack
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from dilated_attention_pytorch import SlidingWindow
+from dilated_attention_pytorch import SlidingWindow, ops
 from dilated_attention_pytorch.distributed import (
     Placement,
     count_traffic,
+    operators,
+    passes,
     plan,
     ring,
     ring_block_sparse_attention,
@@ -19,6 +22,7 @@ from dilated_attention_pytorch.distributed import (
     shard_sequence,
     unshard_sequence,
 )
+from dilated_attention_pytorch.distributed import agreement as agreement_of_ring
 from dilated_attention_pytorch.memory import measure_peak
 from dilated_attention_pytorch.patterns import Branches
 
@@ -74,6 +78,65 @@ def call(group, what):
     return tuple(out.shape)
 
 
+def sum_of_ones(group, what):
+    """The sum of the output and of the gradients of a call whose values are all ones, to twelve digits."""
+    generator = torch.Generator().manual_seed(dist.get_rank(group))
+    q, k = (torch.randn(*what["shape"], generator=generator, requires_grad=True) for _ in range(2))
+    out = ring_block_sparse_attention(q, k, torch.ones_like(k), what["pattern"], group=group, **what["options"])
+    out.square().sum().backward()
+    return round(float(out.sum()), 3), round(float(q.grad.abs().sum()), 3), round(float(k.grad.abs().sum()), 3)
+
+
+def order_of_calls(group, patterns, placement, agreement, options=None):
+    """Of each call whether this rank heard of the others before it sent anything."""
+    agreement_of_ring._kinds.pop(group, None)
+    seen, orders, messages = [], [], {"exchange": passes.exchange, "broadcast": passes.broadcast}
+    settle = agreement_of_ring.Check.settle
+
+    def heard(check):
+        if check._gathering is not None:
+            seen.append("heard")
+        return settle(check)
+
+    def noted(send):
+        def begun(*args, **options):
+            seen.append("sent")
+            return send(*args, **options)
+
+        return begun
+
+    agreement_of_ring.Check.settle = heard
+    for name, send in messages.items():
+        setattr(passes, name, noted(send))
+    try:
+        for number, pattern in enumerate(patterns):
+            q = torch.ones(1, 64, 2, 8) * number
+            ring_block_sparse_attention(
+                q, q, q, pattern, group=group, placement=placement, agreement=agreement, **(options or {})
+            )
+            orders.append(", ".join(dict.fromkeys(seen)))
+            seen.clear()
+    finally:
+        agreement_of_ring.Check.settle = settle
+        for name, send in messages.items():
+            setattr(passes, name, send)
+    return orders
+
+
+def plans_kept(group, patterns, most):
+    """How many plans are kept, their bytes, and how many may be: those of so many of the patterns."""
+    plan._plans[group].clear()
+    before, q = plan.MOST_BYTES, torch.ones(1, 64, 2, 8)
+    try:
+        for pattern in patterns:
+            ring_block_sparse_attention(q, q, q, pattern, group=group)
+            if before == plan.MOST_BYTES:
+                plan.MOST_BYTES = most * sum(each.nbytes for each in plan._plans[group].values())
+        return len(plan._plans[group]), sum(each.nbytes for each in plan._plans[group].values()), plan.MOST_BYTES
+    finally:
+        plan.MOST_BYTES = before
+
+
 def num_plans(group, forget=False):
     plans = plan._plans[group]
     number = len(plans)
@@ -82,17 +145,15 @@ def num_plans(group, forget=False):
     return number
 
 
-class NoOperator(TorchDispatchMode):
-    """No operator that this package registers: the first call of one imports the compiler, and all others wait."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        assert func.namespace != "dilated_attention_pytorch", func
-        return func(*args, **(kwargs or {}))
-
-
 def without_operators(group, pattern):
+    """In plain eager PyTorch no operator is called that this package registers: the first call of one imports the
+    compiler, and all others wait."""
     q = torch.randn(1, 64, 2, 8, requires_grad=True)
-    with NoOperator():
+    registered = [mock.patch.object(operators, name, None) for name in ("ring_forward", "ring_backward")]
+    registered += [mock.patch.object(ops.operators, name, None) for name in ("OF_LISTS", "OF_NAMES")]
+    with ExitStack() as stack:
+        for each in registered:
+            stack.enter_context(each)
         ring_block_sparse_attention(q, q, q, pattern, group=group).sum().backward()
         ring_dilated_attention(q, q, q, segment_lengths=[64, 128], dilation_rates=[1, 2], group=group).sum().backward()
 
@@ -206,7 +267,7 @@ def peak(group, tokens, pattern):
 
 def most_buffers(group, q, pattern):
     """The most steps whose received keys exist at a time, forward and backward, and how many steps there were."""
-    alive, most, begun = [], 0, ring.exchange
+    alive, most, begun = [], 0, passes.exchange
 
     def watched(where, what, *, send=None, receive=None, **options):
         nonlocal most
@@ -215,11 +276,11 @@ def most_buffers(group, q, pattern):
             most = max(most, sum(each() is not None for each in alive))
         return begun(where, what, send=send, receive=receive, **options)
 
-    ring.exchange = watched
+    passes.exchange = watched
     try:
         ring_block_sparse_attention(q, q, q, pattern, group=group).sum().backward()
     finally:
-        ring.exchange = begun
+        passes.exchange = begun
     return most, len(alive)
 
 

@@ -17,6 +17,7 @@ from dilated_attention_pytorch import (
     select_blocks,
 )
 from dilated_attention_pytorch.ops import select
+from dilated_attention_pytorch.ops.grids import grid_of
 from dilated_attention_pytorch.ops.scores import estimated_masses
 from dilated_attention_pytorch.ops.select import SCORERS
 
@@ -137,15 +138,15 @@ def far_from(got, want):
 @pytest.mark.parametrize("blocks", [(128, 128), (64, 64), (64, 16), (128, 32), (16, 256)], ids=str)
 def test_masses_by_kernels(blocks, patch, dtype):
     """About as far from the truth as the operators in the same dtype, whatever the lengths and head dimension."""
-    from dilated_attention_pytorch.kernels import select as kernels
+    from dilated_attention_pytorch.kernels import select_masses
 
     size = tuple(n or block for n, block in zip(patch, blocks, strict=True))
     cases = [(1, 1, 64), (100, 100, 80), (129, 1000, 128), (1000, 300, 128), (4096, 4096, 128), (1500, 1500, 24)]
     for seq_q, seq_k, head_dim in cases:
         for is_causal in (False, True):
             q, k = normal(2, seq_q, 4, head_dim, dtype=dtype), normal(2, seq_k, 2, head_dim, dtype=dtype)
-            assert kernels.can_pool(head_dim, dtype, blocks, size)
-            got = kernels.masses(q, k, blocks, size, is_causal=is_causal, scale=0.5)
+            assert select_masses.can_pool(head_dim, dtype, blocks, size)
+            got = select_masses.pooled_masses(q, k, blocks, size, is_causal=is_causal, scale=0.5)
             call = {"scorer": MeanPooled(*patch), "blocks": blocks, "is_causal": is_causal, "scale": 0.5}
             want = estimated_masses(q.double(), k.double(), **call)
             assert far_from(got, want) <= 2 * far_from(estimated_masses(q, k, **call), want) + 5e-6
@@ -153,11 +154,11 @@ def test_masses_by_kernels(blocks, patch, dtype):
 
 @pytest.mark.parametrize("head_dim", [128, 256])
 def test_masses_at_65536_tokens(head_dim):
-    from dilated_attention_pytorch.kernels import select as kernels
+    from dilated_attention_pytorch.kernels import select_masses
 
     q, k = normal(1, 65536, 4, head_dim, dtype=torch.bfloat16), normal(1, 65536, 2, head_dim, dtype=torch.bfloat16)
     for size in ((128, 128), (16, 16), (4, 4)):
-        got = kernels.masses(q, k, (128, 128), size, is_causal=True, scale=1.0)
+        got = select_masses.pooled_masses(q, k, (128, 128), size, is_causal=True, scale=1.0)
         call = {"scorer": MeanPooled(*size), "blocks": (128, 128), "is_causal": True, "scale": 1.0}
         want = estimated_masses(q.float(), k.float(), **call).double()
         assert far_from(got, want) <= 2 * far_from(estimated_masses(q, k, **call), want) + 5e-6
@@ -176,7 +177,7 @@ def test_lists_by_kernels(selector, kind):
         ((1, 1), (16, 16), 1), ((700, 900), (64, 16), 4), ((9000, 9000), (16, 16), 3), ((65536, 65536), (128, 128), 16),
     ]:  # fmt: skip
         for is_causal in (False, True):
-            grid = select.grid_of(lengths, blocks, is_causal, 1, 1, torch.device("cuda", 0))
+            grid = grid_of(lengths, blocks, is_causal, 1, 1, torch.device("cuda", 0))
             masses = torch.rand(2, lists, *grid.visible.shape, device="cuda")
             masses = (masses * 3).round() if kind == "tied" else masses if kind == "different" else masses * 0
             given = masses / masses if kind == "nan" else masses
@@ -208,11 +209,12 @@ def test_a_choice_by_kernels_is_as_good(scorer, selector, dtype, monkeypatch):
 
 
 def test_no_new_selection_kernel_for_a_new_length():
-    from dilated_attention_pytorch.kernels import select as kernels
+    from dilated_attention_pytorch.kernels import select_lists, select_masses
 
     compiled = [
-        kernels.pool_kernel, kernels.masses_kernel, kernels.teams_kernel, kernels.digits_kernel, kernels.counts_kernel,
-        kernels.offsets_kernel, kernels.lists_kernel,
+        select_masses.pool_kernel, select_masses.masses_kernel,
+        select_lists.teams_kernel, select_lists.digits_kernel, select_lists.counts_kernel,
+        select_lists.offsets_kernel, select_lists.lists_kernel,
     ]  # fmt: skip
 
     def choose(seq, batch):

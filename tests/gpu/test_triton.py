@@ -17,10 +17,11 @@ from dilated_attention_pytorch import (
     GlobalTokens,
     PerHead,
     RandomBlocks,
+    ScoreBias,
     SlidingWindow,
     block_sparse_attention,
 )
-from dilated_attention_pytorch.testing import Case, assert_exact
+from dilated_attention_pytorch.testing import Case, assert_exact, results
 from tests.gpu.norms import assert_near
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -128,6 +129,35 @@ def test_shaped_and_dropped(name, head_dim):
     if "padding" in options:
         options["key_padding_mask"] = torch.rand(case.k.shape[:2], device="cuda") < options.pop("padding")
     assert_near(replace(case, **options))
+
+
+def on_gpu(*shape):
+    return torch.randn(*shape, device="cuda")
+
+
+BIASES = {
+    "slopes": lambda b, h, n: ScoreBias.slopes(on_gpu(h).abs() / 20),
+    "signed slopes of samples": lambda b, h, n: ScoreBias.slopes(on_gpu(b, h) / 20, signed=True),
+    "table": lambda b, h, n: ScoreBias.table(on_gpu(h, 301)),
+    "t5": lambda b, h, n: ScoreBias.t5(on_gpu(h, 32)),
+    "keys and gates": lambda b, h, n: ScoreBias.keys(on_gpu(b, 1, n)) + ScoreBias.forget(-on_gpu(1, h, n).abs() / 20),
+    "dense": lambda b, h, n: ScoreBias.dense(on_gpu(b, h, n, n)),
+    "dense for all samples": lambda b, h, n: ScoreBias.dense(on_gpu(1, h, n, n).bfloat16()),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("name", BIASES)
+def test_biases(name, head_dim, dtype):
+    """With their gradients, and these the same bits every time."""
+    for block in (128, 32):
+        case = make_case(PATTERNS["window and global"], 0, dtype, head_dim, block)
+        (batch, _, heads, _), seq_k = case.q.shape, case.k.shape[1]
+        case = replace(case, bias=BIASES[name](batch, heads, seq_k), is_causal=True)
+        assert_exact(case, "triton")
+        for first, second in zip(results(case, "triton"), results(case, "triton"), strict=True):
+            assert torch.equal(first, second)
 
 
 def test_strided_inputs():

@@ -251,6 +251,16 @@ def test_packed_documents_are_refused_where_transformers_would_join_them(given):
     model(tokens(batch=1), position_ids=torch.arange(3, SEQ + 3)[None], **given)
 
 
+def test_packed_documents_are_refused_where_a_model_keeps_positions_from_its_mask():
+    """gpt-oss of transformers 5.22: its documents saw each other, whatever it was given."""
+    model, positions = build("gpt_oss"), torch.cat([torch.arange(n) for n in (11, 5, 24)])[None]
+    register("sparse", SPARSE)
+    model.set_attn_implementation("sparse")
+    with pytest.raises(ValueError, match=r"begin again at 0: .* GptOssModel got a mask that knows no positions"):
+        model(tokens(batch=1), position_ids=positions, use_cache=False)
+    model(tokens(batch=1), position_ids=torch.arange(3, SEQ + 3)[None], use_cache=False)
+
+
 def test_a_decoder_that_looks_both_ways():
     """transformers lets a caller make a decoder an encoder; the mask says so, the module does not."""
     model, ids = build("llama"), tokens()
@@ -436,6 +446,17 @@ def test_compiled_decoding_with_a_static_cache():
     assert counter.frame_count == 2
 
 
+@pytest.mark.parametrize("kv_offset", [0, 3])
+def test_a_mask_has_no_tensor_of_the_host(kv_offset):
+    """A CUDA graph would refuse it. Said of another device than the default one, which has no numbers to look at."""
+    from dilated_attention_pytorch.integrations.hf_mask import mask_of_call
+
+    mask = mask_of_call(2, 1, 16, 9, kv_offset, device="meta", anchored=True, longest=None)
+    names, _ = mask.__tensor_flatten__()
+    assert set(names) == ({"lengths", "places"} if kv_offset else {"lengths"})
+    assert {getattr(mask, name).device.type for name in names} == {"meta"}
+
+
 def test_gradient_checkpointing_with_dropout():
     """What is computed again drops the same weights."""
     model, ids = build("llama", attention_dropout=0.4), tokens()
@@ -557,7 +578,11 @@ class TestRefused:
             register(name, SPARSE)
 
     def test_bad_arguments(self):
-        with pytest.raises(TypeError, match="pattern must be a Pattern, got str"):
+        with pytest.raises(TypeError, match="pattern must be a Pattern or an Adaptive, got int"):
+            register("sparse", 3)
+        with pytest.raises(
+            ValueError, match=r"pattern must be a Pattern, an Adaptive, or a file of one .*, got 'window'"
+        ):
             register("sparse", "window")
         with pytest.raises(TypeError, match=r"layers must map numbers of layers to patterns, .*, got \[0, None\]"):
             register("sparse", SPARSE, layers=[0, None])
@@ -580,7 +605,7 @@ class TestRefused:
         with pytest.raises(ValueError, match=r"looks into the mask that it asks for \(aten.cat"):
             torch.cat([torch.ones(2, 1, 4, 4, dtype=torch.bool), model_mask(4)])
         moved = model_mask(4).to("meta")
-        assert (moved.device.type, moved.lengths.device.type) == ("meta", "cpu")
+        assert (moved.device.type, moved.lengths.device.type) == ("meta", "meta")
 
 
 def attend(model, mask=OURS, **keywords):

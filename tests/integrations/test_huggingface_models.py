@@ -266,7 +266,8 @@ class TestVerify:
 
 GRADIENTS = {
     "llama4_text": ("Llama4TextModel", "input_ids"),  # chunks
-    "deepseek_v3": ("DeepseekV3Model", "input_ids"),  # values are shorter than keys
+    "deepseek_v2": ("DeepseekV2Model", "input_ids"),  # values are shorter than keys
+    "deepseek_v3": ("DeepseekV3Model", "input_ids"),
     "clip_vision_model": ("CLIPVisionModel", "pixel_values"),  # no mask
     "siglip_vision_model": ("SiglipVisionModel", "pixel_values"),
 }

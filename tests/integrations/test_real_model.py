@@ -1,6 +1,8 @@
 """A real model, SmolLM2-135M, with its attention replaced: `make test-model`. Skipped where it is not installed."""
 
 import copy
+import runpy
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -134,3 +136,32 @@ def test_the_command(tmp_path, capsys):
     assert (stop.value.code, printed.err.count("error")) == (0, 0)
     assert "mean kept mass 0." in printed.out
     assert (tmp_path / "kept_mass.png").stat().st_size > 1000
+
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "adaptive_generate.py"
+
+
+def test_ten_lines_generate_with_chosen_blocks(monkeypatch, capsys):
+    """The example with a full budget writes what dense attention writes."""
+    from dilated_attention_pytorch import Adaptive
+    from dilated_attention_pytorch.integrations import huggingface
+
+    monkeypatch.setattr(sys, "argv", ["adaptive_generate.py", str(TEXT)])
+    runpy.run_path(str(EXAMPLE))
+    chosen = capsys.readouterr().out
+    register = huggingface.register
+    monkeypatch.setattr(huggingface, "register", lambda name, _: register(name, Adaptive(1.0, dense_below=0)))
+    runpy.run_path(str(EXAMPLE))
+    full = capsys.readouterr().out
+    monkeypatch.setattr(huggingface, "register", lambda name, _: register(name, Full()))
+    runpy.run_path(str(EXAMPLE))
+    assert full == capsys.readouterr().out
+    assert chosen.strip()
+
+
+def test_a_quarter_of_the_blocks_as_registered(smollm2, registered):
+    from dilated_attention_pytorch import Adaptive
+
+    model, ids = smollm2
+    dense = models.perplexity(model, ids)
+    assert models.perplexity(registered("quarter", Adaptive(0.5, block_size=16, dense_below=0)), ids) < 1.06 * dense

@@ -2,10 +2,14 @@
 
 python -m tests.kernels.compiling 8.6              # every kernel of some calls, for that capability, a line each
 python -m tests.kernels.compiling 8.9 plain mean   # of these calls alone
+python -m tests.kernels.compiling 9.0 --sass DIR   # and their machine code, a file for each kernel
+
+A change that should leave the machine code as it was: write it to two folders, from a worktree without the change and
+from one with it, and compare them by `diff -r`.
 """
 
+import argparse
 import json
-import sys
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,18 +23,35 @@ from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonTensorDescriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from dilated_attention_pytorch import BlockLayout, Branches, Documents, Full, GlobalTokens, PerHead, SlidingWindow
+from dilated_attention_pytorch import (
+    BlockLayout,
+    Branches,
+    Documents,
+    Full,
+    GlobalBlocks,
+    GlobalTokens,
+    LocalBlocks,
+    PerHead,
+    SlidingWindow,
+)
 from dilated_attention_pytorch.backends import triton as backend
 from dilated_attention_pytorch.backends.decoding import Cache
-from dilated_attention_pytorch.kernels import decode, hopper_backward, hopper_forward, launch, select
+from dilated_attention_pytorch.kernels import (
+    decode,
+    hopper_backward,
+    hopper_forward,
+    launch,
+    select_lists,
+    select_masses,
+)
 from dilated_attention_pytorch.layout import layout_of_branches
-from dilated_attention_pytorch.layout.rows import rows_at
-from dilated_attention_pytorch.options import CallOptions
-from tests.kernels.sass import disassembled, unwritten
+from dilated_attention_pytorch.layout.rows import rows_of_capacity
+from dilated_attention_pytorch.options import Bias, CallOptions
+from tests.kernels.sass import disassembled, instructions, unwritten
 
 OPTIONS = ("num_warps", "num_stages", "maxnreg")
 SHORT = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
-POINTERS = {torch.int32: "*i32", torch.int64: "*i64", torch.uint8: "*u8"}
+POINTERS = {torch.int32: "*i32", torch.int64: "*i64", torch.uint8: "*u8", torch.int16: "*i16"}
 
 
 class Recorder:
@@ -54,8 +75,8 @@ def recorded(capability):
             (hopper_forward, ("forward_kernel",)),
             (hopper_backward, ("backward_kernel",)),
             (decode, ("decode_kernel", "merge_kernel")),
-            (select, ("pool_kernel", "masses_kernel", "offsets_kernel", "lists_kernel")),
-            (select, ("teams_kernel", "digits_kernel", "counts_kernel")),
+            (select_masses, ("pool_kernel", "masses_kernel")),
+            (select_lists, ("teams_kernel", "digits_kernel", "counts_kernel", "offsets_kernel", "lists_kernel")),
         )
         for name in names
     ]
@@ -114,6 +135,12 @@ CALLS = {
     "few rows, large heads": {"head_dim": 256, "dtype": torch.bfloat16, "block": 32, "heads_kv": 4},
     "single precision": {"head_dim": 128, "dtype": torch.float32, "block": 64},
     "everything": {"head_dim": 128, "dtype": torch.bfloat16, "everything": True},
+    "biased": {"head_dim": 64, "dtype": torch.bfloat16, "biased": True},
+    "biased, single precision": {"head_dim": 128, "dtype": torch.float32, "block": 64, "biased": True},
+    "biased, small blocks": {"head_dim": 64, "dtype": torch.float16, "block": 16, "biased": True, "everything": True},
+    "narrow values": {"head_dim": 192, "head_dim_v": 128, "dtype": torch.bfloat16},
+    "bitmaps": {"head_dim": 128, "dtype": torch.bfloat16, "bitmaps": True},
+    "bitmaps, small blocks": {"head_dim": 64, "dtype": torch.float16, "block": 16, "bitmaps": True},
     "dilated": {"head_dim": 64, "dtype": torch.bfloat16, "segments": (256, 512)},
     "dilated, uneven": {"head_dim": 128, "dtype": torch.bfloat16, "segments": (100, 512)},
 }
@@ -130,9 +157,16 @@ HOPPER_CALLS = {
 }
 
 
+def every_bias(heads, seq, shared):
+    """All kinds at once; heads share the dense one, or have one each."""
+    codes, terms = torch.zeros(1, seq, dtype=torch.int32), torch.zeros(1, heads, seq)
+    dense = torch.zeros(1, 1 if shared else heads, seq, seq, dtype=torch.bfloat16)
+    return Bias(torch.ones(1, heads, 2), torch.zeros(1, heads, 99), codes, codes, terms, terms, dense)
+
+
 def launches_of(
-    capability, *, head_dim, dtype, block=128, heads_kv=2, everything=False, masks=False, shaped=False, dropout_p=0.0,
-    segments=None,
+    capability, *, head_dim, dtype, head_dim_v=None, block=128, heads_kv=2, everything=False, masks=False, shaped=False,
+    dropout_p=0.0, segments=None, bitmaps=False, biased=False,
 ):  # fmt: skip
     """What forward and backward of a call launch."""
     seq, heads = 512, 4
@@ -143,23 +177,33 @@ def launches_of(
         extras = CallOptions(head_dim**-0.5, key_padding_mask=torch.zeros(1, seq, dtype=torch.bool))
     if shaped:
         seed = torch.tensor(3) if dropout_p else None
-        extras = CallOptions(head_dim**-0.5, dropout_p, 30.0, seed=seed, alibi_slopes=torch.ones(heads))
+        extras = CallOptions(head_dim**-0.5, dropout_p, 30.0, seed=seed, bias=Bias(torch.ones(1, heads, 1)))
     if everything:
         pattern = PerHead((SlidingWindow(9, 9) | GlobalTokens(3), Full(), Full(), Full())) & Documents((100, 412))
         padding, ids = torch.zeros(1, seq, dtype=torch.bool), torch.zeros(1, seq, dtype=torch.int64)
-        extras = CallOptions(-1.0, 0.1, 30.0, padding, ids, torch.tensor(3), torch.ones(heads))
+        extras = CallOptions(-1.0, 0.1, 30.0, padding, ids, torch.tensor(3), bias=Bias(torch.ones(1, heads, 1)))
+    wanted = ()
+    if biased:
+        extras = extras._replace(bias=every_bias(heads, seq, everything))
+        wanted = ("slopes", "table", "key_terms", "dense")
     layout = BlockLayout.from_pattern(pattern, seq, block_size=block)
+    if bitmaps:
+        layout = BlockLayout.from_mask(torch.arange(seq * seq).view(seq, seq) % 7 < 4, block)
     if segments:
         branches = Branches(segments, (1, 2))
         layout = layout_of_branches(branches, seq, num_heads=heads, is_causal=True, block_size=block)
-    q, do = (torch.empty(1, seq, heads, head_dim, dtype=dtype) for _ in range(2))
-    k, v = (torch.empty(1, seq, heads_kv, head_dim, dtype=dtype) for _ in range(2))
+    widths = head_dim, head_dim if head_dim_v is None else head_dim_v
+    q, do = (torch.empty(1, seq, heads, width, dtype=dtype) for width in widths)
+    k, v = (torch.empty(1, seq, heads_kv, width, dtype=dtype) for width in widths)
     with recorded(capability) as launches:
         out, lse = backend.forward(q, k, v, layout, extras)
-        backend.backward(do, torch.zeros_like(lse), q, k, v, out, lse, layout, extras)
-    if everything or dtype == torch.float32:  # decoding too, of which there is less
+        backend.backward(do, torch.zeros_like(lse), q, k, v, out, lse, layout, extras, wanted)
+    if (everything or dtype == torch.float32) and not biased:  # decoding too, of which there is less
         lengths, table = torch.tensor([seq], dtype=torch.int32), torch.zeros(1, 4, dtype=torch.int64)
-        rows = rows_at(SlidingWindow(100, 0) | GlobalTokens(3), [seq], 1, block, torch.device("cpu"))
+        pattern = SlidingWindow(100, 0) | GlobalTokens(3)
+        if everything:
+            pattern = pattern | (SlidingWindow(300, 0) & LocalBlocks(400, block_size=block)) | GlobalBlocks(9, block)
+        rows = rows_of_capacity(pattern, seq, block, torch.device("cpu"))
         extras = extras._replace(dropout_p=0.0, document_ids=None, seed=None)
         cache = Cache(k.view(4, -1, *k.shape[2:]), v.view(4, -1, *v.shape[2:]), table, lengths)
         with recorded(capability) as more:
@@ -180,23 +224,38 @@ def launches_of_selection(capability, *, head_dim, dtype, blocks, patch):
     """What choosing blocks launches; the lists are the same for all."""
     q, k = (torch.empty(1, 1000, heads, head_dim, dtype=dtype) for heads in (4, 2))
     with recorded(capability) as launches:
-        masses = select.masses(q, k, blocks, patch, is_causal=True, scale=1.0)
+        masses = select_masses.pooled_masses(q, k, blocks, patch, is_causal=True, scale=1.0)
         if patch == blocks:
             forced, ints = torch.empty(masses.shape[2:], dtype=torch.uint8), torch.empty(8, dtype=torch.int32)
             for team in ("row", "heads", "sample"):
-                select.lists(masses, forced, ints, ints.long(), team, ints, 99, {})
+                select_lists.heaviest_blocks(masses, forced, ints, ints.long(), team, ints, 99, {})
     return launches
 
 
-if __name__ == "__main__":
-    capability = tuple(map(int, sys.argv[1].split(".")))
-    calls = CALLS | HOPPER_CALLS if capability == (9, 0) else CALLS
-    for name in sys.argv[2:] or [*calls, *SELECTIONS]:
+def main():
+    parser = argparse.ArgumentParser(prog="python -m tests.kernels.compiling")
+    parser.add_argument("capability", type=lambda text: tuple(map(int, text.split("."))))
+    parser.add_argument("calls", nargs="*", help="all by default")
+    parser.add_argument("--sass", type=Path, metavar="DIR", help="write the machine code of each kernel there")
+    given = parser.parse_intermixed_args()
+    calls = CALLS | HOPPER_CALLS if given.capability == (9, 0) else CALLS
+    for name in given.calls or [*calls, *SELECTIONS]:
         launches = launches_of_selection if name in SELECTIONS else launches_of
-        for kernel, args, kwargs in launches(capability, **(calls | SELECTIONS)[name]):
-            compiled = compile_for(capability, kernel, args, kwargs)
+        for i, (kernel, args, kwargs) in enumerate(launches(given.capability, **(calls | SELECTIONS)[name])):
+            compiled = compile_for(given.capability, kernel, args, kwargs)
             found = {"call": name, "kernel": kernel.__name__, "shared": compiled.metadata.shared}
-            if kernel.__module__.rpartition(".")[2].startswith("hopper"):
+            hopper = kernel.__module__.rpartition(".")[2].startswith("hopper")
+            if hopper or given.sass:
                 with TemporaryDirectory() as folder:
-                    found["unwritten"] = unwritten(disassembled(compiled.asm["cubin"], Path(folder)))
+                    text = disassembled(compiled.asm["cubin"], Path(folder))
+                if hopper:
+                    found["unwritten"] = unwritten(text)
+                if given.sass:
+                    given.sass.mkdir(parents=True, exist_ok=True)
+                    file = f"{name}, {i} {'hopper ' * hopper}{kernel.__name__}.sass"
+                    (given.sass / file).write_text(instructions(text))
             print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main()

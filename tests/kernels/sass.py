@@ -26,6 +26,12 @@ def disassembled(cubin: bytes, folder: Path) -> str:
     return subprocess.run([tool, "-sass", folder / "kernel.cubin"], capture_output=True, text=True, check=True).stdout
 
 
+def instructions(text: str) -> str:
+    """A listing without what says where it comes from: instructions with their places, registers and encoding, which
+    holds the stalls and barriers that the text leaves out."""
+    return "".join(f"{line.strip()}\n" for line in text.splitlines() if line.lstrip().startswith("/*"))
+
+
 def unwritten(text: str) -> list[str]:
     """The instructions of a listing that read a register which some way from its start leaves unwritten, and those
     that no way was found to: nothing is known of them.

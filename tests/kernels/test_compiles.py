@@ -12,20 +12,22 @@ pytest.importorskip("triton", reason="needs triton, which there is for Linux alo
 
 from dilated_attention_pytorch.kernels.configs import padded_dim
 from tests.kernels.compiling import CALLS, HOPPER_CALLS, SELECTIONS
-from tests.kernels.sass import unwritten
+from tests.kernels.sass import instructions, unwritten
 
 KIB = {"8.0": 163, "8.6": 99, "8.9": 99, "9.0": 227, "10.0": 227, "12.0": 99}  # of shared memory that a block may have
 # All calls are compiled for 8.6 (by address, the least shared memory) and 9.0 (by the copy engine, and Hopper's own
 # kernels). For the others, those that cover what differs there: `test_what_is_compiled_covers` says what.
 COVERING = {
-    "8.0": ("dilated", "large heads", "few rows", "single precision", "everything", "mean", "patches"),
+    "8.0": ("biased", "dilated", "bitmaps", "large heads", "few rows", "single precision", "everything", "mean",
+            "patches"),
     "8.9": ("everything", "mean"),  # the tiles and the memory of 8.6
-    "10.0": ("plain", "large heads", "few rows", "single precision", "everything", "dilated, uneven", "mean",
-             "patches, odd and large heads"),
-    "12.0": ("few rows", "large heads", "single precision", "everything", "dilated, uneven", "mean"),
+    "10.0": ("plain", "large heads", "few rows", "single precision", "everything", "dilated, uneven", "bitmaps",
+             "biased, single precision", "mean", "patches, odd and large heads"),
+    "12.0": ("few rows", "large heads", "single precision", "everything", "dilated, uneven", "bitmaps, small blocks",
+             "biased, small blocks", "mean"),
 }  # fmt: skip
 # How many kernels each call launches: forward and rows, dq, dk and dv; decoding; pooling and masses; lists.
-LAUNCHES = {"everything": 6, "single precision": 6, "mean": 2 + 13}
+LAUNCHES = {"everything": 6, "single precision": 6, "mean": 2 + 13, "biased, small blocks": 3 + 4}
 
 
 def compiled_for(capability):
@@ -105,3 +107,19 @@ def test_what_a_table_leads_to_is_looked_at_and_what_nothing_leads_to_is_named()
     assert unwritten(TABLE.replace("UR8", "R8")) == []
     assert unwritten(TABLE.replace("UR8", "R8").replace("BRX R2 -0x10", "EXIT")) == ["FFMA R24, R24, R8, R14", "EXIT"]
     assert unwritten(TABLE.replace("FFMA R24, R24, UR8, R14", "UISETP.GE.AND UP0, UPT, UR8, URZ, UPT")) != []
+
+
+LISTING = """
+code for sm_90a
+                Function : forward_kernel
+        .headerflags    @"EF_CUDA_TEXMODE_UNIFIED"
+        /*0000*/                   LDC R1, c[0x0][0x28] ;     /* 0x00000a00ff017b82 */
+                                                              /* 0x000e640000000800 */
+"""
+
+
+def test_instructions_are_compared_with_their_encoding_and_nothing_else():
+    same = LISTING.replace("forward_kernel", "another").replace("        /*0000*/", "/*0000*/")
+    assert instructions(same) == instructions(LISTING) != ""
+    for before, after in (("R1", "R2"), ("0x000e64", "0x000e24")):  # a register, a stall
+        assert instructions(LISTING.replace(before, after)) != instructions(LISTING)

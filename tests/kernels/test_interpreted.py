@@ -4,12 +4,24 @@ float32 and float16: the interpreter's bfloat16 is not a GPU's (`tests/gpu` has 
 these small blocks; small tiles cut them and take the way of the copy engine.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from torch.nn.functional import pad
 
-from dilated_attention_pytorch import BlockLayout, GlobalTokens, SlidingWindow, block_sparse_attention, explain
+from dilated_attention_pytorch import (
+    BlockLayout,
+    GlobalTokens,
+    Neighborhood,
+    PerHead,
+    ScoreBias,
+    SlidingTiles,
+    SlidingWindow,
+    block_sparse_attention,
+    explain,
+)
 from dilated_attention_pytorch.backends import triton as triton_backend
 from dilated_attention_pytorch.layout import branches, clear_layout_cache
 from dilated_attention_pytorch.options import CallOptions
@@ -105,6 +117,16 @@ def test_any_head_dim_and_scale(head_dim, scale):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("head_dim_v", [3, 16, 40])
+def test_values_of_another_width(head_dim_v, small_tiles):
+    """By the copy engine where both widths are its own."""
+    case = make_case(32)
+    case = replace(case, v=torch.randn(2, 50, 2, head_dim_v), do=torch.randn(2, 50, 4, head_dim_v))
+    assert_exact(case, "triton")
+    assert small_tiles == {head_dim_v == 16}
+
+
+@pytest.mark.slow
 def test_inputs_as_they_lie():
     """Strided heads and a last dimension that is not contiguous."""
     case = make_case()
@@ -179,3 +201,81 @@ def test_dilated(small_tiles, monkeypatch):
 
     check()
     clear_layout_cache()
+
+
+def bitmap_case(lists, blocks, **options):
+    mask = torch.rand(*lists, 50, 70) < 0.4
+    mask[..., :40, :20] = True  # full blocks among them
+    mask[..., 45, :] = False
+    shapes = ((2, n, heads, 16) for n, heads in ((50, 4), (70, 2), (70, 2), (50, 4)))
+    q, k, v, do = (torch.randn(shape) for shape in shapes)
+    return Case(q, k, v, BlockLayout.from_mask(mask, blocks), do, torch.randn(2, 4, 50), **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("blocks", [16, (16, 64), (64, 32)], ids=str)
+@pytest.mark.parametrize("lists", [(4,), (2, 2)], ids=str)
+def test_bitmaps(lists, blocks):
+    """Tiles of several blocks, of one block, and parts of blocks; by rows and by columns."""
+    assert_exact(bitmap_case(lists, blocks), "triton")
+
+
+@pytest.mark.slow
+def test_bitmaps_in_small_tiles_and_half_precision(small_tiles):
+    case = bitmap_case((2, 4), (64, 32), is_causal=True, softcap=3.0)
+    assert_exact(case, "triton")
+    assert_exact(case.to(torch.float16), "triton")
+
+
+KINDS_OF_BIAS = {
+    "slopes": lambda n: ScoreBias.slopes(torch.rand(4)),
+    "signed slopes of samples": lambda n: ScoreBias.slopes(torch.rand(2, 4), signed=True),
+    "table": lambda n: ScoreBias.table(torch.randn(4, 21)),
+    "short table of samples": lambda n: ScoreBias.table(torch.randn(2, 1, 3)),
+    "grid": lambda n: ScoreBias.grid(torch.randn(4, 5, 9), (5, 10)),
+    "keys": lambda n: ScoreBias.keys(torch.randn(2, 1, n)),
+    "forget": lambda n: ScoreBias.forget(-torch.rand(1, 4, n)),
+    "dense": lambda n: ScoreBias.dense(torch.randn(2, 4, n, n)),
+    "dense for all": lambda n: ScoreBias.dense(torch.randn(1, 1, n, n)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("small", [False, True])
+@pytest.mark.parametrize("name", KINDS_OF_BIAS)
+def test_biases(name, small, request):
+    """Each kind alone, with its gradient, and bitwise the same in a second run: tiles of several blocks, and of one."""
+    if small:
+        request.getfixturevalue("small_tiles")
+    case = make_case(bias=KINDS_OF_BIAS[name](50), softcap=2.0)
+    assert_exact(case, "triton")
+    for first, second in zip(results(case, "triton"), results(case, "triton"), strict=True):
+        assert torch.equal(first, second)
+
+
+@pytest.mark.slow
+def test_a_gradient_of_what_is_not_a_number_is_none():
+    """Sums in whole numbers have no NaN of their own."""
+    for bad, name in ((torch.nan, "q"), (torch.nan, "do"), (torch.inf, "v")):
+        case = make_case(bias=KINDS_OF_BIAS["table"](50))
+        tensor = getattr(case, name).clone()
+        tensor[0, 7, 0] = bad
+        assert results(replace(case, **{name: tensor}), "triton")[-1].isnan().all()
+
+
+OF_A_GRID = {
+    "in tiles, behind text": Neighborhood((3, 6, 5), (2, 3, 4), prefix=7, order=(2, 3, 3)),
+    "dilated, causal in time": Neighborhood((4, 24), (2, 5), dilation=(1, 3), causal=(True, False)) | GlobalTokens(2),
+    "by head": PerHead((SlidingTiles((8, 12), (4, 3), (8, 9)), Neighborhood((8, 12), 5))) & SlidingWindow(60, 40),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OF_A_GRID)
+def test_patterns_of_a_grid(name):
+    pattern = OF_A_GRID[name]
+    total = 97 if "text" in name else 96
+    layout = BlockLayout.from_pattern(pattern, total, block_size=32)
+    assert len(layout.bitmaps)
+    q, k, v, do = (torch.randn(1, total, 2, 16) for _ in range(4))
+    assert_exact(Case(q, k, v, layout, do, torch.randn(1, 2, total)), "triton")

@@ -9,7 +9,9 @@ pytest.importorskip("triton", reason="needs triton, which there is for Linux alo
 if torch.cuda.is_available():
     pytest.skip("needs a machine without a CUDA device: it is taken for several", allow_module_level=True)
 
+from dilated_attention_pytorch import BlockLayout, SlidingWindow
 from dilated_attention_pytorch.kernels import hopper_backward, hopper_forward, launch
+from dilated_attention_pytorch.options import CallOptions
 from tests.kernels.compiling import CALLS, HOPPER_CALLS, launches_of, recorded
 
 ALL_CALLS = CALLS | HOPPER_CALLS
@@ -51,6 +53,17 @@ def test_the_named_kernels_are_those_that_are_launched(name, capability):
         named = launch.kernels_of(*calls[0])
     assert {part: kernels.startswith("warp-specialised") for part, kernels in named.items()} == launched(launches)
     assert all(kernels.startswith(("warp-specialised", "plain Triton: ")) for kernels in named.values())
+
+
+@pytest.mark.parametrize("head_dim_v", [64, 100])
+def test_values_of_another_width_are_for_the_plain_kernels(head_dim_v):
+    call = {"head_dim": 128, "head_dim_v": head_dim_v, "dtype": torch.float16}
+    assert not any(launched(launches_of((9, 0), **call)).values())
+    q, k, v = (torch.empty(1, 512, 4, width, dtype=torch.float16) for width in (128, 128, head_dim_v))
+    layout = BlockLayout.from_pattern(SlidingWindow(100, 0), 512, block_size=128)
+    with recorded((9, 0)):
+        named = launch.kernels_of(q, k, v, layout, CallOptions(1.0))
+    assert set(named.values()) == {"plain Triton: the others are for v as wide as q and k"}
 
 
 def test_both_kinds_are_met():

@@ -8,14 +8,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dilated_attention_pytorch import BlockLayout, SlidingWindow, block_sparse_attention
+from dilated_attention_pytorch import BlockLayout, LocalBlocks, SlidingWindow, block_sparse_attention
 
 pytest.importorskip("triton", reason="needs triton, which there is for Linux alone")
 if torch.cuda.is_available():
     pytest.skip("needs a machine without a CUDA device: tests/gpu has the same there", allow_module_level=True)
 
-from dilated_attention_pytorch.kernels import launch, launcher
-from dilated_attention_pytorch.options import CallOptions
+from dilated_attention_pytorch.kernels import decode, launch, launcher
+from dilated_attention_pytorch.layout.rows import rows_of_capacity
+from dilated_attention_pytorch.options import Bias, CallOptions
 
 KERNELS = ("forward_kernel", "rows_kernel", "dq_kernel", "dkv_kernel")
 
@@ -98,6 +99,33 @@ def test_a_call_like_one_before_sends_the_same_with_its_own_tensors(sent, monkey
             assert any(x is given for x in bases)
         for strangers in calls:
             assert strangers is tensors or not any(x is y for x in bases for y in strangers)
+
+
+def test_a_step_of_decoding_like_one_before_sends_the_same_with_its_own_tensors(sent, monkeypatch):
+    """Other lengths too: they are no number of a launch."""
+    for name in ("decode_kernel", "merge_kernel"):
+        monkeypatch.setattr(decode, name, Compiled(getattr(decode, name), sent))
+    rows = rows_of_capacity(SlidingWindow(60, 0) | LocalBlocks(64, block_size=16), 200, 16, torch.device("cpu"))
+    made, original = [], decode._launches
+    monkeypatch.setattr(decode, "_launches", lambda *args: (made.append(1), original(*args))[1])
+    given = []
+    for length in (200, 33, 17, 200):
+        q, k, v = (torch.randn(1, n, heads, 32) for n, heads in ((1, 4), (200, 2), (200, 2)))
+        mask, slopes = torch.zeros(1, 200, dtype=torch.bool), torch.ones(1, 4, 1)
+        given.append((q, k, v, torch.tensor([length]), slopes))
+        options = CallOptions(0.3, key_padding_mask=mask, bias=Bias(slopes))
+        decode.launch(q, k, v, None, given[-1][3], rows, options)
+    assert len(made) == 1
+    rounds = [sent[i : i + 2] for i in range(0, len(sent), 2)]
+    assert len(rounds) == 4
+    for before, after in pairwise(rounds):
+        for (kernel, grid, mine), (other, other_grid, theirs) in zip(before, after, strict=True):
+            assert (kernel, grid) == (other, other_grid)
+            assert [as_plain(x) for x in mine] == [as_plain(x) for x in theirs]
+    for tensors, ((_, _, data), _) in zip(given, rounds, strict=True):
+        for mine in tensors:
+            assert any(x is mine for x in data)
+        assert not any(x is y for x in data for strangers in given if strangers is not tensors for y in strangers)
 
 
 @pytest.mark.parametrize("change", ["scale", "strides", "alignment", "padding", "copies"])
@@ -289,13 +317,13 @@ def test_direct_launches_send_what_triton_would(sent_directly, monkeypatch):
         CallOptions(0.25),
         sent_directly,
     )
-    results, gradients, made = launch._results, launch._gradients, []
+    results, gradients, made = launch.results, launch._gradients, []
 
     def kept(results):
         made.extend(results)
         return results
 
-    monkeypatch.setattr(launch, "_results", lambda q: kept(results(q)))
+    monkeypatch.setattr(launch, "results", lambda *args: kept(results(*args)))
     monkeypatch.setattr(launch, "_gradients", lambda *args: (lambda g, r: (kept(g), kept(r)))(*gradients(*args)))
     rounds = []
     for seed in range(4):

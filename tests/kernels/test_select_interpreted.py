@@ -18,6 +18,7 @@ from dilated_attention_pytorch import (
     select_blocks,
 )
 from dilated_attention_pytorch.ops import select
+from dilated_attention_pytorch.ops.grids import grid_of
 from dilated_attention_pytorch.ops.scores import estimated_masses
 from tests.selection import assert_first_kept
 
@@ -25,7 +26,7 @@ pytest.importorskip("triton", reason="needs triton, which there is for Linux alo
 if torch.cuda.is_available():
     pytest.skip("needs a machine without a CUDA device: tests/gpu has the same there", allow_module_level=True)
 
-from dilated_attention_pytorch.kernels import select as kernels
+from dilated_attention_pytorch.kernels import select_lists, select_masses
 
 SELECTORS = [SharedBudget(0.3), TopK(0.3), TopK(0.3, even=True, across_heads=True)]
 PATCHES = [(None, None), (4, 4), (16, 16), (None, 8), (1, 16)]
@@ -35,9 +36,11 @@ PATCHES = [(None, None), (4, 4), (16, 16), (None, 8), (1, 16)]
 def by_kernels(monkeypatch):
     """The kernels serve float32 here too; what they are asked for is in the list."""
     asked = []
-    for name in ("masses", "lists"):
-        run = getattr(kernels, name)
-        monkeypatch.setattr(kernels, name, lambda *a, name=name, run=run, **k: (asked.append(name), run(*a, **k))[1])
+    for name, module, function in (
+        ("masses", select_masses, "pooled_masses"), ("lists", select_lists, "heaviest_blocks"),
+    ):  # fmt: skip
+        run = getattr(module, function)
+        monkeypatch.setattr(module, function, lambda *a, name=name, run=run, **k: (asked.append(name), run(*a, **k))[1])
     monkeypatch.setattr(select, "_has_kernels", lambda device, dtype, head_dim: dtype == torch.float32)
     return asked
 
@@ -49,8 +52,8 @@ def inputs(seq_q, seq_k=None, dtype=torch.float32, batch=2, head_dim=24):
 
 def fused_masses(q, k, patch, blocks, is_causal):
     patch = tuple(size or block for size, block in zip(patch, blocks, strict=True))
-    assert kernels.can_pool(q.shape[3], q.dtype, blocks, patch)
-    return kernels.masses(q, k, blocks, patch, is_causal=is_causal, scale=0.3)
+    assert select_masses.can_pool(q.shape[3], q.dtype, blocks, patch)
+    return select_masses.pooled_masses(q, k, blocks, patch, is_causal=is_causal, scale=0.3)
 
 
 @pytest.mark.slow
@@ -85,8 +88,8 @@ def test_tiles_are_dealt_out(programs, monkeypatch):
     """However few programs share them, there and back: each is done once."""
     q, k = inputs(600, batch=1)
     want = estimated_masses(q.double(), k.double(), MeanPooled(4, 16), (16, 16), is_causal=True, scale=0.3)
-    monkeypatch.setattr(kernels, "WAVES", 1)
-    monkeypatch.setattr(kernels, "num_processors", lambda device: programs)
+    monkeypatch.setattr(select_masses, "WAVES", 1)
+    monkeypatch.setattr(select_masses, "num_processors", lambda device: programs)
     got = fused_masses(q, k, (4, 16), (16, 16), True)
     torch.testing.assert_close(got.double(), want, rtol=0, atol=1e-6)
 
@@ -111,7 +114,7 @@ def test_strided_inputs():
 def test_lists(sizes, blocks, selector, is_causal, lists, kind, seed, near):
     """Given the masses, exactly the lists that the operators make; where masses tie, of the first blocks."""
     torch.manual_seed(seed)
-    grid = select.grid_of(sizes, blocks, is_causal, 1, 1, torch.device("cpu"))
+    grid = grid_of(sizes, blocks, is_causal, 1, 1, torch.device("cpu"))
     masses = torch.rand(2, lists, *grid.visible.shape)
     masses = {"different": masses, "tied": (masses * 3).round(), "nothing": masses * 0, "nan": masses * 0}[kind]
     given = masses / masses if kind == "nan" else masses
@@ -191,4 +194,4 @@ def test_who_traces_or_transforms_sees_the_operators(monkeypatch):
     torch.func.vmap(look)(q)
     with FakeTensorMode():
         look(torch.empty(1, 64, 2, 16))
-    assert seen == [kernels, None, None]
+    assert seen == [(select_masses, select_lists), None, None]

@@ -1,4 +1,6 @@
-"""Layouts as FlexAttention's block masks and back: the same pairs, or an error."""
+"""Layouts as FlexAttention's block masks and back: the same pairs."""
+
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,7 +10,8 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, crea
 
 from dilated_attention_pytorch import BlockLayout, Branches, GlobalTokens, RandomBlocks, SlidingWindow
 from dilated_attention_pytorch import block_sparse_attention as attention
-from dilated_attention_pytorch.layout import flex, layout_of_branches
+from dilated_attention_pytorch.layout import layout_of_branches, tiles
+from dilated_attention_pytorch.layout.checks import check_layout
 from dilated_attention_pytorch.layout.flex import _listed
 from tests import strategies
 
@@ -97,12 +100,11 @@ def test_the_mask_mod_of_a_layout_in_another_mask():
     got = BlockLayout.from_flex_block_mask(listed(active & False, active, mask_mod, 48, 16)).to_dense()
     assert torch.equal(got, active[0, 0].repeat_interleave(16, 0).repeat_interleave(16, 1))
     larger = create_block_mask(mask_mod, None, None, 48, 48, device="cpu", BLOCK_SIZE=32)
-    with pytest.raises(ValueError, match="no partial blocks but those of one causal rule or sliding window"):
-        BlockLayout.from_flex_block_mask(larger)
+    assert torch.equal(BlockLayout.from_flex_block_mask(larger).to_dense(), layout.to_dense())
 
 
 def test_a_mask_mod_is_asked_for_a_few_blocks_at_a_time(monkeypatch):
-    monkeypatch.setattr(flex, "PAIRS", 3 * 16 * 16)
+    monkeypatch.setattr(tiles, "PAIRS", 3 * 16 * 16)
     mask = create_block_mask(RULES["window"][0], None, None, 200, 200, device="cpu", BLOCK_SIZE=16)
     asked, rule = [], mask.mask_mod
     mask.mask_mod = lambda b, h, q, k: asked.append(b) or rule(b, h, q, k)
@@ -113,19 +115,44 @@ def test_a_mask_mod_is_asked_for_a_few_blocks_at_a_time(monkeypatch):
     assert len(asked) == 2 * -(-int(mask.kv_num_blocks.sum()) // 3)
 
 
-@pytest.mark.parametrize(
-    "rule",
-    [
-        lambda b, h, q, k: (q + k) % 3 > 0,
-        lambda b, h, q, k: (q >= k) & (q // 50 == k // 50),
-        lambda b, h, q, k: q - k >= h * 10,
-    ],
-    ids=["comb", "documents", "by head"],
-)
-def test_other_rules_are_refused(rule):
-    mask = create_block_mask(rule, 1, 2, 200, 200, device="cpu", BLOCK_SIZE=64)
-    with pytest.raises(ValueError, match="no partial blocks but those of one causal rule or sliding window"):
-        BlockLayout.from_flex_block_mask(mask)
+NOISE = torch.rand(2, 3, 200, 230) < 0.5
+
+ANY_RULES = {
+    "comb": (lambda b, h, q, k: (q + k) % 3 > 0, None, None),
+    "documents": (lambda b, h, q, k: (q >= k) & (q // 50 == k // 50), None, None),
+    "prefix": (lambda b, h, q, k: (q >= k) | (k < 70), None, None),
+    "by head": (lambda b, h, q, k: q - k >= h * 10, 1, 3),
+    "by sample": (lambda b, h, q, k: (q - k).abs() <= 30 + 50 * b, 2, None),
+    "a tensor of every pair": (lambda b, h, q, k: NOISE[b, h, q, k], 2, 3),
+    "all": (lambda b, h, q, k: b.new_ones((), dtype=torch.bool), None, None),
+    "nothing": (lambda b, h, q, k: b.new_zeros((), dtype=torch.bool), None, None),
+}
+
+
+@pytest.mark.parametrize("block", [16, 128, (64, 32), 48, 100, 7, 512], ids=str)
+@pytest.mark.parametrize("name", ANY_RULES)
+def test_every_mask(name, block):
+    """Also of blocks that are none of ours: they are cut, or overlap."""
+    rule, batch, heads = ANY_RULES[name]
+    mask = create_block_mask(rule, batch, heads, 200, 230, device="cpu", BLOCK_SIZE=block)
+    layout = BlockLayout.from_flex_block_mask(mask)
+    check_layout(replace(layout, kind=None))
+    dense = create_mask(rule, batch, heads, 200, 230, device="cpu")
+    assert torch.equal(layout.to_dense().view(dense.shape), dense)
+
+
+def test_partial_blocks_alone_are_asked_for_their_pairs():
+    """A mask may say that a block is full, or empty, where its function says otherwise: its blocks are what counts."""
+    full = torch.rand(1, 1, 4, 4) < 0.4
+    partial = ~full & (torch.rand(1, 1, 4, 4) < 0.6)
+    rule = ANY_RULES["comb"][0]
+    for seq in (64, 60):
+        want = create_mask(rule, None, None, seq, seq, device="cpu")[0, 0]
+        inside = partial[0, 0].repeat_interleave(16, 0).repeat_interleave(16, 1)[:seq, :seq]
+        whole = full[0, 0].repeat_interleave(16, 0).repeat_interleave(16, 1)[:seq, :seq]
+        layout = BlockLayout.from_flex_block_mask(listed(partial, full, rule, seq, 16))
+        assert torch.equal(layout.to_dense(), want & inside | whole)
+        assert layout.evaluated == int(partial.sum())
 
 
 def test_what_cannot_be_said_is_refused():

@@ -6,11 +6,28 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.nn.functional import cross_entropy
 
 from dilated_attention_pytorch import LongNet, LongNetConfig, LongNetLM
-from dilated_attention_pytorch.models import LongNetDecoderLayer
-from dilated_attention_pytorch.models.longnet import Rotary, _draw
+from dilated_attention_pytorch.backends import blockwise
+from dilated_attention_pytorch.models import LongNetDecoderLayer, losses
+from dilated_attention_pytorch.models.longnet import Rotary
 from tests.longnet import SMALL, close, small, tokens_of, written_out
+
+
+def bytes_held(model, call):
+    """Bytes that autograd holds between forward and backward, apart from parameters."""
+    sizes = {}
+
+    def pack(x):
+        sizes[x.untyped_storage().data_ptr()] = x.untyped_storage()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        out = call()
+    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    del out
+    return sum(x.nbytes() for pointer, x in sizes.items() if pointer not in parameters)
 
 
 class TestForward:
@@ -81,10 +98,11 @@ class TestForward:
         model.train()
         assert not torch.equal(model(tokens), model(tokens))
 
+    @pytest.mark.parametrize("kept", [True, "attention"])
     @pytest.mark.parametrize("kind", [LongNet, LongNetLM])
-    def test_checkpointing_gives_the_same_gradients(self, kind):
+    def test_checkpointing_gives_the_same_gradients(self, kind, kept):
         options = {"dropout": 0.3, "attention_dropout": 0.2}
-        plain, again = small(kind, **options), small(kind, checkpointing=True, **options)
+        plain, again = small(kind, **options), small(kind, checkpointing=kept, **options)
         again.load_state_dict(plain.state_dict())
         x = tokens_of(29) if kind is LongNetLM else torch.randn(2, 29, 24, dtype=torch.float64)
         results = []
@@ -95,22 +113,32 @@ class TestForward:
         assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
     def test_checkpointing_keeps_less(self):
-        """Bytes that autograd holds between forward and backward."""
         held = {}
         for flag in (False, True):
-            sizes = {}
-
-            def pack(x, sizes=sizes):
-                sizes[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
-                return x
-
             model = small(checkpointing=flag, num_layers=4).train()
-            parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
-            with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-                out = model(tokens_of(64))
-            held[flag] = sum(n for pointer, n in sizes.items() if pointer not in parameters)
-            del out
+            held[flag] = bytes_held(model, lambda model=model: model(tokens_of(64)))
         assert held[True] < held[False] / 4
+
+    @pytest.mark.parametrize(("kept", "calls"), [(False, 2), (True, 4), ("attention", 2)])
+    def test_how_often_attention_is_computed(self, kept, calls, monkeypatch):
+        count, forward = [], blockwise.forward
+        monkeypatch.setattr(blockwise, "forward", lambda *args: count.append(1) or forward(*args))
+        model = small(checkpointing=kept, backend="blockwise").train()
+        model(tokens_of(64)).square().mean().backward()
+        assert len(count) == calls
+
+    def test_autocast_keeps_no_activations_in_float32(self):
+        """The feed-forward block's norm kept one of its input, half of what a layer kept."""
+        model, tokens = small(hidden_dim=160, dropout=0.0).float().train(), tokens_of(64)
+        sizes = []
+
+        def pack(x):
+            sizes.append(x.numel() if x.dtype == torch.float32 else 0)
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x), torch.autocast("cpu", dtype=torch.bfloat16):
+            model(tokens)
+        assert 0 < max(sizes) < tokens.numel() * 160
 
     def test_compiled_whole_equals_eager(self):
         torch._dynamo.reset()
@@ -127,6 +155,37 @@ class TestForward:
         assert 0 < (got.float() - want).abs().max() < 0.1 * want.abs().max()
 
 
+class TestLoss:
+    """`cross_entropy` of all logits, of which only some are there at a time."""
+
+    @pytest.mark.parametrize("most", [1, 11, 50, 1 << 24])
+    @pytest.mark.parametrize("reduction", ["mean", "sum"])
+    def test_loss_and_gradients(self, most, reduction, monkeypatch):
+        monkeypatch.setattr(losses, "MOST_LOGITS", most)
+        model, tokens, targets = small(), tokens_of(29), tokens_of(29)
+        targets[torch.rand(2, 29) < 0.3] = -100
+        targets[0, 0] = 3
+        got = model.loss(tokens, targets, reduction=reduction)
+        want = cross_entropy(model(tokens).flatten(0, 1), targets.flatten(), reduction=reduction)
+        close(got, want)
+        for a, b in zip(*(torch.autograd.grad(y, list(model.parameters())) for y in (got, want)), strict=True):
+            close(a, b)
+
+    def test_logits_are_not_kept(self, monkeypatch):
+        monkeypatch.setattr(losses, "MOST_LOGITS", 1000)
+        model, tokens = small(vocab_size=1000, num_layers=1).train(), tokens_of(64)
+        less = bytes_held(model, lambda: model.loss(tokens, tokens))
+        whole = bytes_held(model, lambda: cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()))
+        assert less <= whole - tokens.numel() * 1000 * 8
+
+    def test_float32_sums_under_autocast(self):
+        model, tokens = small().float(), tokens_of(29)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            got, logits = model.loss(tokens, tokens), model(tokens)
+        assert got.dtype == torch.float32
+        assert torch.equal(got, cross_entropy(logits.float().flatten(0, 1), tokens.flatten(), reduction="sum") / 58)
+
+
 class TestGenerate:
     def test_greedy_equals_the_uncached_forward(self):
         model, tokens = LongNetLM(SMALL).double().eval(), tokens_of(7)
@@ -136,14 +195,19 @@ class TestGenerate:
         assert torch.equal(model.generate(tokens, 40, temperature=0.0), want)
         assert len(want[:, 7:].unique()) > 2
 
-    @pytest.mark.parametrize(("temperature", "top_k"), [(1.0, None), (2.0, None), (0.5, 3), (1.0, 99)])
-    def test_draws_follow_the_logits(self, temperature, top_k):
-        logits = torch.tensor([0.3, 2.0, -1.0, 1.5, 0.9])
-        drawn = _draw(logits.expand(20000, -1), temperature, top_k, torch.Generator().manual_seed(0))
-        kept = logits if top_k != 3 else torch.tensor([-math.inf, 2.0, -math.inf, 1.5, 0.9])
-        share = torch.bincount(drawn[:, 0], minlength=5) / 20000
-        torch.testing.assert_close(share, (kept / temperature).softmax(-1), rtol=0, atol=0.015)
-        assert (share[kept == -math.inf] == 0).all()
+    def test_the_stream_is_what_generate_adds(self):
+        model, tokens = small(), tokens_of(7)
+        whole = model.generate(tokens, 20, top_p=0.9, generator=torch.Generator().manual_seed(3))
+        drawn = list(model.stream(tokens, 20, top_p=0.9, generator=torch.Generator().manual_seed(3)))
+        assert {x.shape for x in drawn} == {(2, 1)}
+        assert torch.equal(torch.cat([tokens, *drawn], dim=1), whole)
+        assert not any(x.requires_grad for x in drawn)
+
+    def test_a_stream_leaves_gradients_as_they_are_between_its_tokens(self):
+        model = small()
+        stream = model.stream(tokens_of(3), 2)
+        next(stream)
+        assert torch.is_grad_enabled()
 
     def test_the_same_generator_draws_the_same(self):
         model, tokens = small(), tokens_of(7)

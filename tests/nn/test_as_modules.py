@@ -174,6 +174,7 @@ class TestAsModules:
 # Another value of each argument that changes what a module computes.
 OTHER = {
     "pattern": GlobalTokens(5),
+    "order": 2,
     "scale": 0.5,
     "dropout": 0.4,
     "backend": "blockwise",
@@ -184,6 +185,7 @@ OTHER = {
     "block_size": 32,
     "head_offsets": "grouped",
     "detach_branch_weights": True,
+    "padding": "zero_keys",
     "sparsity_ratio": 0.7,
     "scorer": "antidiagonal",
     "selector": CumulativeMass(0.9),
@@ -206,6 +208,7 @@ OTHER = {
 }
 # What has to come along with it, in both.
 WITH = {
+    "order": {"pattern": dap.Neighborhood((4, 4), 3)},
     "segment_lengths": BRANCHES,
     "dilation_rates": BRANCHES,
     "sparse_config": {"sparse_config": dap.SparsePatternConfig(block_size=16)},
@@ -213,7 +216,17 @@ WITH = {
     "gate_strength": {"scorer": BlockGate(HEADS, 8)},
 }
 # One value by another name, or the place and start of parameters: nothing that a module computes by.
-NOT_SHOWN = {"attention_dropout", "device", "dtype", "ring_group", "gamma_init", "gamma", "options", "pool_options"}
+NOT_SHOWN = {
+    "attention_dropout",
+    "device",
+    "dtype",
+    "ring_group",
+    "group",
+    "gamma_init",
+    "gamma",
+    "options",
+    "pool_options",
+}
 
 
 @pytest.mark.parametrize("kind", [kind for kind in OPTIONS if kind is not BlockGate], ids=lambda kind: kind.__name__)

@@ -492,6 +492,8 @@ class TestAsModules:
                 module(q, k, v, False, "yes")
 
     def test_what_it_is_made_of_shows(self):
+        assert "; keeps 40% of the blocks" in repr(make("dilated_sparse"))
+        assert "keeps" not in repr(make("local_window"))
         assert "LocalBlocks(window=40" in repr(make("local_window", dropout=0.25))
         assert "dropout=0.25" in repr(make("local_window", dropout=0.25))
 

@@ -15,6 +15,7 @@ from dilated_attention_pytorch import (
     Full,
     GlobalTokens,
     RandomBlocks,
+    ScoreBias,
     SlidingWindow,
     block_sparse_attention,
 )
@@ -22,12 +23,14 @@ from dilated_attention_pytorch.backends import blockwise
 from dilated_attention_pytorch.layout import clear_layout_cache
 from dilated_attention_pytorch.memory import measure_peak
 from dilated_attention_pytorch.ops import operators
+from dilated_attention_pytorch.ops.checks import check_options
 from dilated_attention_pytorch.ops.named import NamedLayout
-from dilated_attention_pytorch.options import CallOptions
 
 
-def qkv(seq=100, heads=4, heads_kv=2, batch=2, head_dim=8, dtype=torch.float32, requires_grad=True):
-    shapes = [(batch, seq, h, head_dim) for h in (heads, heads_kv, heads_kv)]
+def qkv(seq=100, heads=4, heads_kv=2, batch=2, head_dim=8, head_dim_v=None, dtype=torch.float32,
+        requires_grad=True):  # fmt: skip
+    widths = head_dim, head_dim, head_dim if head_dim_v is None else head_dim_v
+    shapes = [(batch, seq, *of_one) for of_one in zip((heads, heads_kv, heads_kv), widths, strict=True)]
     return [torch.randn(s, dtype=dtype, requires_grad=requires_grad) for s in shapes]
 
 
@@ -37,12 +40,24 @@ def random_layout(seed, seq=100, density=0.5):
     return BlockLayout.from_block_mask(mask, 16, seq_q=seq, seq_k=seq)
 
 
+# All of them with a gradient.
+LEARNED = [
+    torch.rand(shape, requires_grad=True) for shape in ((2, 4), (4, 8), (1, 4, 100), (2, 1, 100), (2, 1, 100, 100))
+]
+EVERY_BIAS = (
+    ScoreBias.slopes(LEARNED[0], signed=True)
+    + ScoreBias.t5(LEARNED[1])
+    + ScoreBias.keys(LEARNED[2])
+    + ScoreBias.forget(LEARNED[3])
+    + ScoreBias.dense(LEARNED[4])
+)
 OPTIONS = {
     "plain": {},
     "padding": {"key_padding_mask": torch.arange(100).expand(2, -1) > 70},
     "documents": {"document_ids": (torch.arange(100) // 30).expand(2, -1).contiguous()},
-    "dropout": {"dropout_p": 0.3, "seed": torch.tensor(7)},
+    "dropout": {"dropout_p": 0.3},
     "shaped": {"softcap": 2.0, "alibi_slopes": torch.tensor([0.5, 0.1, 0.0, 1.0])},
+    "biased": {"bias": EVERY_BIAS},
 }
 
 
@@ -50,26 +65,28 @@ OPTIONS = {
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("by", ["lists", "names"])
 def test_opcheck(by, name):
-    options = CallOptions(0.3, **OPTIONS[name])
     pattern = SlidingWindow(30, 0) | GlobalTokens(3)
-    q, k, v = qkv()
+    q, k, v = qkv(head_dim_v=5)
+    options = check_options(q, k, scale=0.3, **OPTIONS[name])
+    options = options._replace(seed=torch.tensor(7) if options.dropout_p else None)
     layout = NamedLayout(pattern, False, 100, 100, 4, q.device)
     if by == "lists":
         layout = BlockLayout.from_pattern(pattern, 100, block_size=16)
     arguments = (q, k, v, *operators.flattened([layout], blockwise, False), *options.flatten(), "blockwise")
     forward, backward = {"lists": operators.OF_LISTS, "names": operators.OF_NAMES}[by]
     torch.library.opcheck(forward, arguments)
+    wanted = " ".join(options.learned())
     with torch.no_grad():
         out, lse = forward(*arguments)
-        torch.library.opcheck(backward, (torch.randn_like(out), torch.randn_like(lse), q, k, v, out, lse,
-                                         *arguments[3:]), test_utils=("test_schema", "test_faketensor"))  # fmt: skip
+        given = torch.randn_like(out), torch.randn_like(lse), q, k, v, out, lse, *arguments[3:], wanted
+        torch.library.opcheck(backward, given, test_utils=("test_schema", "test_faketensor"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"dropout_p": 0.4}], ids=str)
 def test_gradcheck(options):
     layout = random_layout(3, seq=40)
-    q, k, v = qkv(seq=40, heads=2, heads_kv=1, batch=1, head_dim=3, dtype=torch.float64)
+    q, k, v = qkv(seq=40, heads=2, heads_kv=1, batch=1, head_dim=3, head_dim_v=2, dtype=torch.float64)
 
     def attend(*qkv):
         torch.manual_seed(1)
@@ -94,8 +111,9 @@ def test_the_reference_can_be_differentiated_twice():
 
 
 class TestCompile:
-    def test_equals_eager_with_gradients(self):
-        q, k, v = qkv()
+    @pytest.mark.parametrize("head_dim_v", [8, 13])
+    def test_equals_eager_with_gradients(self, head_dim_v):
+        q, k, v = qkv(head_dim_v=head_dim_v)
         compiled = torch.compile(block_sparse_attention, fullgraph=True, backend="aot_eager")
         for layout in (random_layout(1), BlockLayout.from_pattern(Documents((40, 60)), 100, block_size=16)):
             want = block_sparse_attention(q, k, v, layout, is_causal=True, return_lse=True)
@@ -344,14 +362,14 @@ class TestEager:
                 return func(*args, **(kwargs or {}))
 
         seen = set()
-        slopes = OPTIONS[name].get("slopes")
-        options = {n: x for n, x in OPTIONS[name].items() if n not in ("seed", "slopes")} | {"alibi_slopes": slopes}
         pattern = SlidingWindow(30, 0) | GlobalTokens(3)
-        tensors = qkv()
+        tensors = qkv() + (LEARNED if name == "biased" else [])
 
         def call():
             torch.manual_seed(0)
-            out, lse = block_sparse_attention(*tensors, pattern, backend="blockwise", return_lse=True, **options)
+            out, lse = block_sparse_attention(
+                *tensors[:3], pattern, backend="blockwise", return_lse=True, **OPTIONS[name]
+            )
             return out, lse, *torch.autograd.grad((out.square().sum(), lse.sum()), tensors)
 
         plain = call()

@@ -7,7 +7,7 @@ import torch
 
 from dilated_attention_pytorch import CumulativeMass, SharedBudget, TopK, split_budget
 from dilated_attention_pytorch.ops import budget
-from dilated_attention_pytorch.ops.select import grid_of
+from dilated_attention_pytorch.ops.grids import grid_of
 
 EVEN = TopK(0.25, even=True, across_heads=True)
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from dilated_attention_pytorch import BlockLayout, Causal, Full, SlidingWindow, block_sparse_attention, explain
+from dilated_attention_pytorch.ops.choose import check_backend
 
 
 def qkv(heads=2, heads_kv=2, seq_q=40, seq_k=40, dtype=torch.float32):
@@ -19,6 +20,13 @@ CALLS = {
     "dropout": (qkv(), Full(), {"dropout_p": 0.1}, "blockwise", "dropout is not reproducible there"),
     "padding": (qkv(), Full(), {"key_padding_mask": torch.ones(1, 40, dtype=torch.bool)}, "blockwise", "dense mask"),
     "unequal lengths": (qkv(seq_q=7), Causal(), {}, "blockwise", "aligned at the end"),
+    "narrow values": (
+        [x[..., :n] for x, n in zip(qkv(), (8, 8, 5), strict=True)],
+        Full(),
+        {},
+        "blockwise",
+        "of another width",
+    ),
     "grouped heads": (qkv(heads=4), Full(), {}, "blockwise", "for grouped key heads in half precision on CUDA alone"),
 }
 
@@ -73,3 +81,8 @@ def test_a_named_backend_runs(monkeypatch):
     assert len(called) == 1
     block_sparse_attention(*qkv(), layout)
     assert len(called) == 1
+
+
+def test_a_misspelt_backend():
+    with pytest.raises(ValueError, match=r"backend must be one of .* got 'blokwise'; did you mean 'blockwise'\?"):
+        check_backend("blokwise")

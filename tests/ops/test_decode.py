@@ -23,10 +23,16 @@ from dilated_attention_pytorch import (
     block_sparse_attention,
     decode_attention,
 )
-from dilated_attention_pytorch.layout.build import documents_of
+from dilated_attention_pytorch.layout.rows import depends_on_length
+from dilated_attention_pytorch.layout.terms import has_ranges
+from dilated_attention_pytorch.memory import clear_caches
+from dilated_attention_pytorch.ops import explain_decode, set_fast_path
+from dilated_attention_pytorch.options import CallOptions
+from dilated_attention_pytorch.patterns.blocks import BlockPattern
 from tests.strategies import atoms, patterns
 
 CAPACITY, HEAD_DIM = 160, 4
+ATOMS = atoms(None).filter(lambda pattern: not has_ranges(pattern))
 WINDOW = SlidingWindow(20, 0)
 
 
@@ -61,9 +67,9 @@ def in_pages(x, size, generator):
 def calls(draw):
     heads_kv = draw(st.integers(1, 2))
     heads, batch, new = heads_kv * draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.sampled_from([1, 1, 2, 5]))
-    pattern = draw(patterns(CAPACITY).filter(lambda pattern: not documents_of(pattern)))
+    pattern = draw(patterns(None).filter(lambda pattern: not has_ranges(pattern)))
     if draw(st.integers(0, 4)) == 0:
-        each = atoms(Full())
+        each = ATOMS
         pattern = PerHead(tuple(draw(each) for _ in range(draw(st.sampled_from([heads, heads_kv])))))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
 
@@ -76,7 +82,7 @@ def calls(draw):
     return {
         "q": normal(batch, new, heads, HEAD_DIM),
         "k": normal(batch, CAPACITY, heads_kv, HEAD_DIM),
-        "v": normal(batch, CAPACITY, heads_kv, HEAD_DIM),
+        "v": normal(batch, CAPACITY, heads_kv, draw(st.sampled_from([HEAD_DIM, HEAD_DIM, 1, 7, 24]))),
         "pattern": pattern,
         "lengths": [draw(st.integers(new, CAPACITY)) for _ in range(batch)],
         "padding": torch.rand(batch, CAPACITY, generator=generator) < 0.3 if draw(st.booleans()) else None,
@@ -164,6 +170,125 @@ def test_blocks_of_several_sizes(length):
     torch.testing.assert_close(got, want, atol=1e-10, rtol=0)
 
 
+class OnGPU(torch.Tensor):
+    """Lengths that say they are on a GPU, and that the host must not read."""
+
+    @property
+    def device(self):
+        return torch.device("cuda", 0)
+
+    def tolist(self):
+        pytest.fail("the host read the lengths")
+
+    item = __int__ = __bool__ = __index__ = cpu = numpy = tolist
+
+
+# In a table of blocks, in intervals alone, both, and by head.
+GROWING = {
+    "intervals": SlidingWindow(20, 0) | GlobalTokens(3) | (SlidingWindow(40, 0) & GlobalTokens(50)),
+    "blocks": LocalBlocks(64, block_size=32, causal=True) | DilatedBlocks((128,), (2,), 1.0, 16),
+    "both": SlidingWindow(9, 0) | GlobalBlocks(20, 16) | (SlidingWindow(90, 0) & LocalBlocks(64, 2, block_size=32)),
+    "heads": PerHead((SlidingWindow(20, 0), LocalBlocks(32, block_size=16), Full(), GlobalTokens(9, queries=True))),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", GROWING)
+def test_the_kernels_find_the_rows_of_any_length(name, monkeypatch):
+    """One set of launches for all lengths, over the borders of blocks, from lengths that the host never reads. A length
+    that cannot be is NaN in its sample, whatever lies in memory there, and changes no other."""
+    pytest.importorskip("triton", reason="needs triton, which there is for Linux alone")
+    if torch.cuda.is_available():
+        pytest.skip("needs a machine without a CUDA device: tests/gpu runs the kernels there")
+    from dilated_attention_pytorch.kernels import decode as kernels
+    from dilated_attention_pytorch.kernels import launcher
+    from dilated_attention_pytorch.ops import decode
+
+    launched, launch = [], launcher.launch
+    recorded = lambda kernel, grid, data, numbers, **constants: (  # noqa: E731
+        launched.append((kernel, grid, numbers, constants)), launch(kernel, grid, data, numbers, **constants)
+    )[1]  # fmt: skip
+    monkeypatch.setattr(kernels.launcher, "launch", recorded)
+    q, k, v = torch.randn(5, 2, 4, 8), torch.randn(5, 70, 2, 8), torch.randn(5, 70, 2, 8)
+    call = decode._call_of(GROWING[name].text, True, q, k, None, CallOptions(0.4), "triton")
+    for lengths in ([2, 17, 32, 33, 70], [64, 65, 71, 1, 47], [2**40, -5, 0, 3, 16]):
+        on_gpu = torch.tensor(lengths).as_subclass(OnGPU)
+        out, lse = decode._run(q, decode.Cache(k, v, None, on_gpu), call, call.options)
+        for i, length in enumerate(lengths):
+            if 2 <= length <= 70:
+                one = (q[i : i + 1].double(), k[i : i + 1].double(), v[i : i + 1].double())
+                want = whole_rows(*one, GROWING[name], [length], scale=0.4, is_causal=True)
+                torch.testing.assert_close((out[i : i + 1].double(), lse[i : i + 1].double()), want, atol=5e-6, rtol=0)
+            else:
+                assert out[i].isnan().all()
+                assert lse[i].isnan().all()
+    first, *others = (launched[i : i + 2] for i in range(0, len(launched), 2))
+    assert [kernel for kernel, *_ in first] == [kernels.decode_kernel, kernels.merge_kernel]
+    assert all(other == first for other in others)
+
+
+@given(ATOMS, st.integers(1, 12), st.integers(0, 11), st.integers(1, 8))
+def test_rows_that_do_not_depend_on_the_length(rule, num_blocks, row, more):
+    """Those of a longer sequence are the same but for blocks that the shorter one lacks."""
+    if isinstance(rule, BlockPattern) and row < num_blocks:
+        longer = set(rule.key_blocks(row, num_blocks + more))
+        same = set(rule.key_blocks(row, num_blocks)) == {block for block in longer if block < num_blocks}
+        assert same or rule.depends_on_length
+        assert depends_on_length(rule & Causal()) == rule.depends_on_length
+
+
+def test_a_call_like_one_before_skips_the_checks(monkeypatch):
+    from dilated_attention_pytorch.ops import decode
+
+    checked, check = [], decode._checked
+    monkeypatch.setattr(decode, "_checked", lambda *args, **options: (checked.append(1), check(*args, **options))[1])
+    q, k, v = cache(heads=4, heads_kv=2)
+    slopes, hidden = torch.rand(4), torch.rand(2, 300) < 0.2
+    kinds = [
+        {}, {"is_causal": False}, {"scale": 0.3}, {"softcap": 2.0}, {"alibi_slopes": slopes}, {"sinks": slopes},
+        {"key_padding_mask": hidden}, {"return_lse": True}, {"backend": "blockwise"}, {"pattern": WINDOW},
+    ]  # fmt: skip
+    clear_caches()
+    for number, kind in enumerate(kinds):
+        for length in (300, 290, 17):
+            call = {"pattern": LocalBlocks(64, block_size=16) | WINDOW, "lengths": [length, 300 - length + 1]} | kind
+            got = decode_attention(torch.randn_like(q), k.clone(), v.clone(), **call)
+            assert got is not None
+        assert len(checked) == number + 1
+    try:
+        set_fast_path(False)
+        want = decode_attention(q, k, v, WINDOW, alibi_slopes=slopes, key_padding_mask=hidden)
+        assert len(checked) == len(kinds) + 1
+    finally:
+        set_fast_path(True)
+    for _ in range(2):
+        got = decode_attention(q, k, v, WINDOW, alibi_slopes=slopes, key_padding_mask=hidden)
+        assert torch.equal(got, want)
+        assert torch.equal(decode_attention(q, k, v, WINDOW, alibi_slopes=2 * slopes), whole(q, k, v, 2 * slopes))
+
+
+def whole(q, k, v, slopes):
+    clear_caches()
+    return decode_attention(q, k, v, WINDOW, alibi_slopes=slopes)
+
+
+def test_lengths_that_are_waited_for_are_named():
+    q, k, v = cache()
+    on_host = explain_decode(q, k, v, WINDOW, lengths=[3, 4])
+    assert on_host.chosen == "blockwise"
+    assert "lengths are on the host" in on_host.path
+    lengths = torch.tensor([3, 4]).as_subclass(OnGPU)
+    waiting = explain_decode(q, k, v, WINDOW, lengths=lengths)
+    assert "the host waits for the lengths in every call" in waiting.path
+    assert "backend 'blockwise'" in waiting.path
+    pytest.importorskip("triton", reason="needs triton, which there is for Linux alone")
+    staying = explain_decode(q, k, v, WINDOW, lengths=lengths, backend="triton")
+    assert staying.chosen == "triton"
+    assert "one CUDA graph serves all of them" in staying.path
+    choosing = explain_decode(q, k, v, RandomBlocks(3), lengths=lengths, backend="triton")
+    assert "the pattern chooses blocks by the length" in choosing.path
+
+
 def test_what_is_not_seen_is_not_read():
     """Keys outside of the window may be anything, memory that was never written for one."""
     q, k, v = cache()
@@ -196,10 +321,50 @@ def test_in_one_graph_whatever_the_lengths():
     def step(q, k, v, lengths):
         return decode_attention(q, k, v, pattern, lengths=lengths)
 
-    for lengths in ([300, 10], [7, 129]):
+    for length in range(200, 250):
+        lengths = [length, 300 - length]
         got = step(q, k, v, torch.tensor(lengths))
         assert torch.equal(got, decode_attention(q, k, v, pattern, lengths=lengths))
     assert len(graphs) == 1
+
+
+@pytest.mark.parametrize(("pattern", "waits"), [(WINDOW | LocalBlocks(64), False), (WINDOW | RandomBlocks(2), True)])
+def test_a_graph_that_reads_no_lengths_may_be_a_cuda_graph(pattern, waits):
+    pytest.importorskip("triton", reason="needs triton, which there is for Linux alone")
+    q, k, v = cache()
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    def step(q, k, v, lengths, backend="triton"):
+        return decode_attention(q, k, v, pattern, lengths=lengths, backend=backend)
+
+    lengths = torch.tensor([290, 20])
+    got = torch.compile(step, fullgraph=True, backend=backend)(q, k, v, lengths)
+    torch.testing.assert_close(got, step(q, k, v, lengths, "blockwise"), atol=1e-5, rtol=0)
+    (op,) = {node.target for node in graphs[0].graph.nodes if "dilated_attention_pytorch" in str(node.target)}
+    assert (torch.Tag.cudagraph_unsafe in op.tags) == waits
+
+
+def test_a_graph_has_no_lengths_of_the_host():
+    """Those that nobody gave become a tensor of the device of q: a CUDA graph takes none of the host."""
+    q, k, v = (torch.empty(2, n, 4, 16, device="meta") for n in (1, 64, 64))
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    def step(q, k, v):
+        return decode_attention(q, k, v, WINDOW)
+
+    torch.compile(step, fullgraph=True, backend=backend)(q, k, v)
+    (made,) = (node for node in graphs[0].graph.nodes if node.target is torch.full)
+    assert made.kwargs["device"].type == "meta"
+    with pytest.raises(ValueError, match="lengths must be from 1"):
+        decode_attention(q, k, v, WINDOW, lengths=[30, 65])
 
 
 @pytest.mark.parametrize("strict", [False, True])
@@ -278,8 +443,8 @@ Q, K, V = cache()
         ({"lengths": torch.tensor([0, 3])}, ValueError, "lengths must be from 1"),
         ({"lengths": torch.tensor([1.0, 3.0])}, TypeError, "lengths must be int32 or int64, got torch.float32"),
         ({"lengths": 300}, TypeError, "lengths must be a sequence of ints, a tensor or None, got int"),
-        ({"pattern": "window"}, TypeError, "pattern must be a Pattern, got str"),
-        ({"pattern": Documents((100, 200))}, ValueError, "pattern must not have packed documents"),
+        ({"pattern": "window"}, TypeError, "pattern must be a Pattern or CacheBlocks, got str"),
+        ({"pattern": Documents((100, 200))}, ValueError, "pattern must not have ranges of keys"),
         ({"pattern": PerHead((Full(),) * 3)}, ValueError, "must have a pattern for each of 4 heads of q or 2 of k"),
         ({"q": Q.double()}, TypeError, "k must have the dtype of q, torch.float64"),
         ({"q": Q.clone().requires_grad_()}, RuntimeError, "decode_attention has no gradient"),
@@ -306,6 +471,8 @@ Q, K, V = cache()
     ],
 )
 def test_bad_input(change, error, message):
-    call = {"q": Q, "k": K, "v": V, "pattern": Causal() & RandomBlocks(2, block_size=64)} | change
+    good = {"q": Q, "k": K, "v": V, "pattern": Causal() & RandomBlocks(2, block_size=64)}
+    decode_attention(**good)  # a call like one before skips checks
+    call = good | change
     with pytest.raises(error, match=message):
         decode_attention(**call)

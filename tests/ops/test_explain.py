@@ -3,7 +3,14 @@
 import pytest
 import torch
 
-from dilated_attention_pytorch import Branches, SlidingWindow, block_sparse_attention, dilated_attention, explain
+from dilated_attention_pytorch import (
+    BlockLayout,
+    Branches,
+    SlidingWindow,
+    block_sparse_attention,
+    dilated_attention,
+    explain,
+)
 from dilated_attention_pytorch.layout import clear_layout_cache
 from dilated_attention_pytorch.ops import attend, choose, set_fast_path
 
@@ -95,3 +102,12 @@ def test_gradients_of_a_known_call(qkv):
     got = torch.autograd.grad(operator(learning).sum(), learning)
     want = torch.autograd.grad(operator(learning, backend="reference").sum(), learning)
     torch.testing.assert_close(got, want)
+
+
+def test_bitmaps_are_named_with_what_they_take():
+    mask = torch.rand(64, 64) < 0.5
+    q = torch.randn(1, 64, 2, 8)
+    found = explain(q, q, q, BlockLayout.from_mask(mask, 32))
+    assert found.bitmaps == "4 of 4 partial blocks (512 bytes)"
+    assert "bitmaps" in str(found)
+    assert "bitmaps" not in str(explain(q, q, q, BlockLayout.from_block_mask(mask[:2, :2], 32)))

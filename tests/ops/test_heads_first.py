@@ -44,7 +44,7 @@ def same_in_both(case, attend):
     for order in (torch.Tensor.contiguous, lambda x: x):
         leaves = [order(x.detach().transpose(1, 2)).requires_grad_() for x in (case.q, case.k, case.v)]
         out, lse = attend(*leaves, "bhsd")
-        assert out.shape == leaves[0].shape
+        assert out.shape == (*leaves[0].shape[:-1], leaves[2].shape[-1])
         finite = torch.where(lse == -torch.inf, 0.0, lse)
         grads = torch.autograd.grad((out, finite), leaves, (case.do.transpose(1, 2), case.dlse))
         got = [out.transpose(1, 2), lse, *(x.transpose(1, 2) for x in grads)]
@@ -56,7 +56,7 @@ class TestHeadsFirst:
     @given(cases())
     @settings(max_examples=40)
     def test_block_sparse(self, case):
-        names = ["is_causal", "scale", "key_padding_mask", "document_ids", "softcap", "alibi_slopes", "sinks"]
+        names = ["is_causal", "scale", "key_padding_mask", "document_ids", "softcap", "alibi_slopes", "bias", "sinks"]
         options = {name: getattr(case, name) for name in names}
 
         def attend(q, k, v, layout):
@@ -67,7 +67,16 @@ class TestHeadsFirst:
     @given(dilated_cases())
     @settings(max_examples=40)
     def test_dilated(self, case):
-        names = ["is_causal", "scale", "key_padding_mask", "softcap", "alibi_slopes", "sinks", "detach_branch_weights"]
+        names = [
+            "is_causal",
+            "scale",
+            "key_padding_mask",
+            "softcap",
+            "alibi_slopes",
+            "bias",
+            "sinks",
+            "detach_branch_weights",
+        ]
         options = {name: getattr(case, name) for name in names}
         options |= {n: getattr(case.layout, n) for n in ("segment_lengths", "dilation_rates", "head_offsets")}
 

@@ -414,3 +414,29 @@ def test_bad_shares(make):
             make(share)
     with pytest.raises(TypeError, match="must be a number"):
         make("half")
+
+
+@given(
+    st.sampled_from(sorted(set(SCORERS) - {"sampled"})),
+    st.sampled_from([TopK(0.3), TopK(0.3, True), TopK(0.3, False, True), TopK(0.25, True, True)]),
+    st.sampled_from([(16, 16), (64, 16), (16, 32)]),
+    st.lists(st.integers(1, 150), min_size=1, max_size=3),
+    st.sampled_from([0, 40]),
+)
+@settings(max_examples=30)
+def test_a_padded_sample_chooses_what_it_chooses_alone(scorer, selector, blocks, lengths, dense_below):
+    torch.manual_seed(0)
+    seq = max(lengths) + 9
+    q, k = torch.randn(len(lengths), seq, 4, 8).double(), torch.randn(len(lengths), seq, 2, 8).double()
+    options = {
+        "scorer": scorer,
+        "selector": selector,
+        "block_size": blocks,
+        "is_causal": True,
+        "dense_below": dense_below,
+    }
+    got = select_blocks(q, k, lengths=torch.tensor(lengths), **options).to_dense()
+    for sample, length in enumerate(lengths):
+        own = slice(sample, sample + 1), slice(length)
+        alone = select_blocks(q[own], k[own], **options).to_dense()
+        assert got[sample : sample + 1, :, :length, :length].equal(alone)

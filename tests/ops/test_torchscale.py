@@ -1,9 +1,4 @@
-"""Where `dilated_attention` gives what torchscale's LongNet gives, and where it does not.
-
-torchscale fills up with zeros: a sequence to whole segments, a segment to a multiple of its dilation. Zeros are
-attended to like any token, and what comes back of a segment that was filled up is longer than it was, so that the
-results of the segments behind it stand at later tokens.
-"""
+"""Where `dilated_attention` gives what torchscale's LongNet gives, and where it does not."""
 
 import itertools
 from pathlib import Path
@@ -11,43 +6,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch.nn.functional import pad
 
 from dilated_attention_pytorch import dilated_attention
+from tests.torchscale import as_torchscale
 
 GOLDEN = np.load(Path(__file__).parents[1] / "data" / "golden_longnet.npz")
 HEADS = 4
-
-
-def filled_up(x, size):
-    """(…, seq, features) with zeros behind the last token, up to a multiple of `size`."""
-    return pad(x, (0, 0, 0, -x.shape[-2] % size))
-
-
-def branch_of_head(q, k, v, segment, rate, offset, is_causal):
-    """One branch of one head, tensors (batch, seq, head_dim): out and lse, as torchscale places them."""
-    seq = q.shape[1]
-    segment = min(segment, seq)
-    q, k, v = (filled_up(filled_up(x, segment).unflatten(1, (-1, segment)), rate) for x in (q, k, v))
-    out, lse = torch.zeros_like(q), torch.full(q.shape[:3], -1e8, dtype=q.dtype)
-    q, k, v = (x[:, :, offset::rate] for x in (q, k, v))
-    scores = q @ k.mT * q.shape[-1] ** -0.5
-    if is_causal:
-        scores = scores.masked_fill(torch.ones_like(scores).triu(1).bool(), -torch.inf)
-    out[:, :, offset::rate], lse[:, :, offset::rate] = scores.softmax(-1) @ v, scores.logsumexp(-1)
-    return out.flatten(1, 2)[:, :seq], lse.flatten(1, 2)[:, :seq]
-
-
-def as_torchscale(q, k, v, segments, rates, is_causal):
-    heads, results = q.shape[2], []
-    for head in range(heads):
-        parts = [
-            branch_of_head(*(x[:, :, head] for x in (q, k, v)), w, r, head // -(-heads // r), is_causal)
-            for w, r in zip(segments, rates, strict=True)
-        ]
-        shares = torch.stack([lse for _, lse in parts]).softmax(0)[..., None]
-        results.append((shares * torch.stack([out for out, _ in parts])).sum(0))
-    return torch.stack(results, dim=2)
 
 
 def ours(q, k, v, segments, rates, is_causal):
@@ -110,3 +74,72 @@ def test_agrees_where_it_is_said(is_causal):
 def test_does_not_agree_elsewhere(seq, segments, rates, is_causal):
     assert not agrees(seq, segments, rates, is_causal)
     assert not same(seq, segments, rates, is_causal)
+
+
+ZEROS = [
+    ([8], [2]), ([8, 16], [1, 2]), ([24], [5]), ([4, 12, 100], [1, 3, 7]), ([100], [3]), ([6, 30], [2, 6]), ([1], [1]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("detached", [False, True])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_zero_keys_give_what_torchscale_gives_at_any_length(is_causal, detached):
+    """Outputs and all gradients, also where zeros are attended to; torchscale's are the detached ones."""
+    count = hidden = 0
+    for seq, (segments, rates) in itertools.product((1, 2, 5, 13, 24, 25, 37), ZEROS):
+        if any(w < seq and w % r for w, r in zip(segments, rates, strict=True)):
+            continue
+        generator = torch.Generator().manual_seed(seq)
+        q, k, v, do = torch.randn(4, 2, seq, HEADS, 4, dtype=torch.float64, generator=generator).unbind()
+        q, k, v = (x.requires_grad_() for x in (q, k, v))
+        want = as_torchscale(q, k, v, segments, rates, is_causal, detached)
+        options = {"segment_lengths": segments, "dilation_rates": rates, "head_offsets": "grouped"}
+        options |= {"is_causal": is_causal, "detach_branch_weights": detached, "padding": "zero_keys"}
+        for backend in ("reference", "blockwise"):
+            got = dilated_attention(q, k, v, **options, backend=backend)
+            torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
+            grads = [torch.autograd.grad(x, (q, k, v), do, retain_graph=True) for x in (got, want)]
+            for a, b in zip(*grads, strict=True):
+                torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+        count += 1
+        hidden += not agrees(seq, segments, rates, is_causal)
+    assert count > 30
+    assert hidden > 10 or is_causal  # causal queries see no zero
+
+
+def test_zero_keys_join_sinks_masks_and_the_lse():
+    """Against the softmax written out with zero keys as columns of score 0."""
+    q, k, v = torch.randn(3, 2, 13, 2, 4, dtype=torch.float64).unbind()
+    sinks, hidden = torch.randn(2, dtype=torch.float64), torch.rand(2, 13) < 0.3
+    options = {"segment_lengths": [8], "dilation_rates": [2], "padding": "zero_keys", "return_lse": True}
+    out, lse = dilated_attention(q, k, v, **options, sinks=sinks, key_padding_mask=hidden, softcap=2.0)
+    for sample, head, row in itertools.product(range(2), range(2), range(13)):
+        segment = range(8) if row < 8 else range(8, 13)
+        columns = [j for j in segment if j % 8 % 2 == head and not hidden[sample, j]]
+        real = sum(j % 8 % 2 == head for j in segment)
+        kept = row % 8 % 2 == head
+        scores = (
+            [2.0 * torch.tanh(q[sample, row, head] @ k[sample, j, head] / 2.0 / 2.0) for j in columns] if kept else []
+        )
+        extra = [torch.zeros((), dtype=torch.float64)] * ((4 - real) if kept else 0) + [sinks[head]]
+        weights = torch.stack([*scores, *extra]).softmax(0)
+        want = sum((w * v[sample, j, head] for w, j in zip(weights, columns, strict=False)), torch.zeros(4).double())
+        want = want if kept else torch.zeros(4, dtype=torch.float64)
+        torch.testing.assert_close(out[sample, row, head], want, rtol=0, atol=1e-12)
+        torch.testing.assert_close(
+            lse[sample, head, row], torch.stack([*scores, *extra]).logsumexp(0), rtol=0, atol=1e-12
+        )
+
+
+def test_zero_keys_refuse_what_torchscale_misplaces():
+    q, k, v = torch.randn(3, 1, 24, 2, 4).unbind()
+    options = {"segment_lengths": [8], "dilation_rates": [3], "padding": "zero_keys"}
+    with pytest.raises(
+        ValueError, match=r"to be a multiple of its dilation rate .* got segment length 8 with dilation"
+    ):
+        dilated_attention(q, k, v, **options)
+    dilated_attention(q[:, :8], k[:, :8], v[:, :8], **options)  # one segment: nothing stands behind it
+    with pytest.raises(ValueError, match="as many queries as keys, got 4 queries and 8 keys"):
+        dilated_attention(q[:, :4], k[:, :8], v[:, :8], **options)
+    with pytest.raises(ValueError, match="no meaning with alibi_slopes"):
+        dilated_attention(q[:, :8], k[:, :8], v[:, :8], **options, alibi_slopes=torch.ones(2))

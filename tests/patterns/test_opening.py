@@ -18,12 +18,13 @@ from dilated_attention_pytorch import (
     GlobalBlocks,
     GlobalTokens,
     LocalBlocks,
+    Neighborhood,
     PerHead,
     RandomBlocks,
     SlidingWindow,
 )
-from dilated_attention_pytorch.layout.build import MAX_INTERVALS, MAX_TERMS, terms_of
-from dilated_attention_pytorch.patterns import And, Or
+from dilated_attention_pytorch.layout.terms import MAX_INTERVALS, MAX_TERMS, terms_of
+from dilated_attention_pytorch.patterns import And, GridPattern, Or, RangePattern
 from dilated_attention_pytorch.patterns.opening import opened
 from tests import strategies
 
@@ -34,14 +35,19 @@ def reaches(pattern, query, key, seq_q, seq_k, causal=False):
     """Whether the pattern could allow a pair if its windows and block rules were as wide as can be."""
     position, ask = query + seq_k - seq_q, (query, key, seq_q, seq_k)
     if isinstance(pattern, And):
-        causal = causal or any(isinstance(part, SlidingWindow) and part.right == 0 for part in pattern.parts)
+        causal = causal or any(
+            isinstance(part, SlidingWindow) and part.right is not None and part.right <= 0 for part in pattern.parts
+        )
         return all(reaches(part, *ask, causal) for part in pattern.parts)
     if isinstance(pattern, Or):
         return any(reaches(part, *ask, causal) for part in pattern.parts)
     if isinstance(pattern, SlidingWindow):
-        return (key <= position or pattern.right != 0) and (key >= position or pattern.left != 0)
-    if isinstance(pattern, Full | Documents | GlobalTokens | GlobalBlocks):
+        left, right = (1 if bound is None else bound for bound in (pattern.left, pattern.right))
+        return (right > 0 or key <= position + right) and (left > 0 or key >= position - left)
+    if isinstance(pattern, Full | RangePattern | GlobalTokens | GlobalBlocks):
         return pattern.allows(*ask)
+    if isinstance(pattern, GridPattern):
+        return reaches_in_grid(pattern, position, key)
     back_only = getattr(pattern, "causal", False)
     if isinstance(pattern, Blocks):
         below = all(row > column for row, column in pattern.pairs)
@@ -50,6 +56,17 @@ def reaches(pattern, query, key, seq_q, seq_k, causal=False):
         back_only = all(row >= column for row, column in pattern.pairs)
     row, column = query // 32 + (seq_k - seq_q) // 32, key // 32
     return pattern.allows(*ask) or not back_only or column <= row
+
+
+def reaches_in_grid(pattern, position, key):
+    """Everything but what lies behind the query along a causal dimension."""
+    if position < 0:
+        return False
+    causal = getattr(pattern, "causal", (False,) * len(pattern.shape))
+    whole = Neighborhood(pattern.shape, pattern.shape, prefix=pattern.prefix, order=pattern.order)
+    at = [whole.token_order.coordinates(x - whole.token_order.grid_at) for x in (position, key)]
+    of_grid = [0 <= x - whole.token_order.grid_at < whole.token_order.num_cells for x in (position, key)]
+    return not all(of_grid) or all(k <= q for q, k, back_only in zip(*at, causal, strict=True) if back_only)
 
 
 @st.composite

@@ -13,20 +13,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dilated_attention_pytorch import (
+    BlockDiffusion,
     BlockLayout,
     Blocks,
     Branches,
     Causal,
+    Chunks,
     DilatedBlocks,
     Documents,
+    DocumentSinks,
     Full,
     GlobalBlocks,
     GlobalTokens,
+    KeyRanges,
     LocalBlocks,
     PerHead,
+    PrefixLM,
     RandomBlocks,
     SlidingWindow,
     SparsePatternConfig,
+    StrictlyCausal,
+    VerticalSlash,
     hierarchical,
 )
 from dilated_attention_pytorch.patterns.base import Pattern, value_of
@@ -46,6 +53,29 @@ TOKENS = {
     "documents, last queries": (Documents((2, 3)), 2, 5, "..### ..###"),
     "and": (Documents((2, 2)) & Causal(), 4, 4, "#... ##.. ..#. ..##"),
     "or": (GlobalTokens(1) | SlidingWindow(1, 0), 4, 4, "#... ##.. ###. #.##"),
+    "window, bounds below 0": (SlidingWindow(2, -1), 5, 5, "..... #.... ##... .##.. ..##."),
+    "window ahead": (SlidingWindow(-1, 2), 5, 5, ".##.. ..##. ...## ....# ....."),
+    "one diagonal": (SlidingWindow(2, -2), 4, 4, ".... .... #... .#.."),
+    "strictly causal": (StrictlyCausal(), 4, 4, ".... #... ##.. ###."),
+    "strictly causal, fewer queries": (StrictlyCausal(), 2, 4, "##.. ###."),
+    "global anywhere": (GlobalTokens(at=(3, 1)), 2, 5, ".#.#. .#.#."),
+    "global anywhere, queries too": (GlobalTokens(1, True, at=(2,)), 4, 4, "#### #.#. #### #.#."),
+    "global behind the end": (GlobalTokens(1, True, at=(9,)), 3, 3, "### #.. #.."),
+    "chunks": (Chunks(2), 5, 5, "##... ##... ..##. ..##. ....#"),
+    "chunks and one before": (Chunks(2, left=1), 6, 6, "##.... ##.... ####.. ####.. ..#### ..####"),
+    "block-causal": (Chunks(2, left=None), 5, 5, "##... ##... ####. ####. #####"),
+    "chunks, last queries": (Chunks(3) & Causal(), 2, 5, "...#. ...##"),
+    "chunks, fewer keys": (Chunks(2), 4, 2, ".. .. ## ##"),
+    "key ranges": (KeyRanges((0, 2, 2), (1, 4, 9), (1, 2, 3)), 6, 6, "#..... ..##.. ..##.. ..#### ..#### ..####"),
+    "key ranges of every token": (KeyRanges((0, 0, 3, 3), (0, 2, 4, 4)), 4, 4, ".... ##.. ...# ...#"),
+    "prefix": (PrefixLM(2), 4, 4, "##.. ##.. ###. ####"),
+    "no prefix": (PrefixLM(0), 3, 3, "#.. ##. ###"),
+    "prefix of each document": (PrefixLM((2, 0), (3, 2)), 5, 5, "##... ##... ###.. ...#. ...##"),
+    "prefix longer than its document": (PrefixLM(9, (2, 2)), 4, 4, "##.. ##.. ..## ..##"),
+    "sinks of documents": (DocumentSinks(1, (3, 2)), 5, 5, "#.... #.... #.... ...#. ...#."),
+    "block diffusion": (BlockDiffusion(3, 2), 6, 6, "##.... ##.... ..###. ...##. ...##. ...###"),
+    "vertical and slash": (VerticalSlash((1,), (0, 2)), 5, 5, "#.... .#... ###.. .#.#. .##.#"),
+    "two packings": (Documents((1, 3)) & Documents((3, 1)), 4, 4, "#... .##. .##. ...#"),
     "and of or": ((GlobalTokens(1) | SlidingWindow(1, 1)) & Causal(), 4, 4, "#... ##.. ###. #.##"),
 }
 
@@ -221,3 +251,15 @@ class TestValues:
     def test_config_is_a_value(self):
         assert SparsePatternConfig() == SparsePatternConfig(pattern_type="dilated_sparse", sparsity_ratio=0.1)
         assert len({SparsePatternConfig(), SparsePatternConfig(block_size=64)}) == 2
+
+
+@settings(max_examples=50)
+@given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=12), data=st.data())
+def test_documents_of_tensors(lengths, data):
+    expected, dtype = Documents(tuple(lengths)), data.draw(st.sampled_from([torch.int32, torch.int64]))
+    ends = torch.tensor([0, *lengths]).cumsum(0)
+    padded = torch.cat((ends, ends[-1:].expand(data.draw(st.integers(0, 3)))))
+    assert Documents.from_cu_seqlens(padded.to(dtype)) == expected
+    names = data.draw(st.permutations(range(len(lengths))))
+    ids = torch.tensor([name for name, length in zip(names, lengths, strict=True) for _ in range(length)])
+    assert Documents.from_ids(ids.to(dtype)) == expected

@@ -11,13 +11,16 @@ from dilated_attention_pytorch import (
     DilatedBlocks,
     Documents,
     GlobalTokens,
+    Neighborhood,
     PerHead,
     RandomBlocks,
+    SlidingTiles,
     SlidingWindow,
     hierarchical,
 )
 from dilated_attention_pytorch.layout import layout_of_branches
 from dilated_attention_pytorch.layout.size import ListSize
+from dilated_attention_pytorch.layout.terms import grids_of
 from dilated_attention_pytorch.planning.counting import lists_of_branches, lists_of_pattern
 from tests.strategies import BLOCKS, atoms, documents, lengths, patterns
 
@@ -71,3 +74,21 @@ LONG = {
 def test_long_sequences_are_sampled_and_counted_within_two_percent(name):
     layout = BlockLayout.from_pattern(LONG[name], 65536, block_size=32)
     assert lists_of_pattern(LONG[name], 65536, 65536, 32).blocks == pytest.approx(layout.num_active_blocks, rel=0.02)
+
+
+GRIDS = {
+    "a video": Neighborhood((30, 48, 80), (18, 24, 24), order=(4, 4, 8)),
+    "with text": Neighborhood((30, 48, 80), (9, 12, 12), prefix=226, order=(6, 8, 8)),
+    "sliding tiles and global tokens": SlidingTiles((30, 48, 80), (6, 8, 8), (18, 24, 24)).in_tiles() | GlobalTokens(5),
+    "a line": Neighborhood((300_000,), 4001),
+}
+
+
+@pytest.mark.parametrize("name", GRIDS)
+def test_patterns_of_a_grid_are_counted_within_two_percent(name):
+    pattern = GRIDS[name]
+    (grid,) = grids_of(pattern)
+    layout = BlockLayout.from_pattern(pattern, grid.total, block_size=128)
+    counted = lists_of_pattern(pattern, grid.total, grid.total, 128)
+    assert counted.blocks == pytest.approx(layout.num_active_blocks, rel=0.02)
+    assert counted.bitmaps == pytest.approx(ListSize.of(layout).bitmaps, rel=0.1)

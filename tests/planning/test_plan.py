@@ -15,6 +15,7 @@ from dilated_attention_pytorch import (
     Causal,
     DilatedBlocks,
     Full,
+    Neighborhood,
     PerHead,
     RandomBlocks,
     SlidingWindow,
@@ -70,9 +71,25 @@ MEASURED = {
 }
 
 
+def test_values_of_another_width_are_in_the_plan():
+    """Against arithmetic; on a ring as well."""
+    sizes = {"heads": 4, "heads_kv": 2, "head_dim": 48, "head_dim_v": 32}
+    for world_size, of_ring in ((1, {}), (2, {"two receive buffers": 2 * (48 + 32) * 2, "running out and lse": None})):
+        plan = plan_memory(SlidingWindow(255, 0), 1024, 1, torch.float32, True, world_size, device="A100", **sizes)
+        tokens = 1024 // world_size
+        want = {"q": 4 * 48, "k, v": 2 * (48 + 32), "out": 4 * 32, "dout": 4 * 32, "dq": 4 * 48, "dk, dv": 2 * 80}
+        got = {item.name: item.bytes for item in plan.items}
+        for name, numbers in (want | of_ring).items():
+            if numbers is not None:
+                assert got[name] == 4 * tokens * numbers, name
+    with pytest.raises(ValueError, match="head_dim_v must be left out for a module with projections, got 32"):
+        plan_memory(BlockSparseRingMultiheadDilatedAttention(256, 4), 1024, head_dim_v=32)
+
+
 def measured(attend, sizes, dtype, training):
-    """Peak of a call above the state before its tensors exist, first made small to load what a first call loads."""
-    for shapes in ([(1, 512, *shape[2:]) for shape in sizes], sizes):
+    """Peak of a call above the state before its tensors exist, first made smaller to load what first calls load: the
+    code of a library is resident memory, too."""
+    for shapes in *([(1, tokens, *shape[2:]) for shape in sizes] for tokens in (512, 4096)), sizes:
         clear_layout_cache()
         gc.collect()
         with measure_peak() as peak:
@@ -313,3 +330,13 @@ def test_planning_allocates_nothing_and_needs_no_device(monkeypatch):
         plan_memory(BlockSparseRingDilatedAttention(), 1 << 25, training=True, device="H200")
         max_sequence_length(SlidingWindow(9, 9), "H200")
     assert refuse.called == 0
+
+
+def test_a_grid_has_one_length():
+    """Others were planned, and `plan` ended with the error of another length than the one that was asked about."""
+    pattern = Neighborhood((4, 16, 16), (3, 5, 5), prefix=7) & Causal()
+    assert max_sequence_length(pattern, 10**9) == 4 * 16 * 16 + 7
+    with pytest.raises(ValueError, match="budget must hold at least 1031 tokens, which take"):
+        max_sequence_length(pattern, 10**5)
+    with pytest.raises(ValueError, match="prefix and shape of Neighborhood must have seq_k = 1024 tokens together"):
+        plan_memory(pattern, 1024)

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.layout import clear_layout_cache
 from dilated_attention_pytorch.layout.eager import is_plain
 
 PACKAGE = "dilated_attention_pytorch"
@@ -53,17 +52,6 @@ def _is_ours(x: object) -> bool:
 
 def tensors_kept(*roots: object) -> list[Tensor]:
     return [x for x in kept(*roots) if isinstance(x, Tensor)]
-
-
-def forget() -> None:
-    """As in a fresh process."""
-    for found in [*kept()]:
-        if isinstance(found, LRU):
-            found.cache_clear()
-    clear_layout_cache()
-    from dilated_attention_pytorch.backends.scratch import Scratch
-
-    Scratch.idle.clear()
 
 
 def faults(*roots: object) -> list[str]:

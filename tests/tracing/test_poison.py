@@ -14,7 +14,8 @@ import torch
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from tests.tracing.caches import faults, forget
+from dilated_attention_pytorch.memory import clear_caches
+from tests.tracing.caches import faults
 from tests.tracing.calls import CALLS
 
 
@@ -71,10 +72,10 @@ def plainly(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CALLS)
 def test_the_plain_call_afterwards_is_that_of_a_fresh_process(name):
-    forget()
+    clear_caches()
     want = plainly(name)
     for mode, run in MODES.items():
-        forget()
+        clear_caches()
         torch.manual_seed(0)
         function, tensors = CALLS[name]()
         with warnings.catch_warnings(), suppress(Exception):  # torch raises anything where it cannot trace

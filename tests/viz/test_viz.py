@@ -12,9 +12,29 @@ from matplotlib.image import imread
 from dilated_attention_pytorch.layout import BlockLayout
 from dilated_attention_pytorch.layout.branches import layout_of_branches, take_keys
 from dilated_attention_pytorch.ops import attention_with_weights
-from dilated_attention_pytorch.patterns import Blocks, Branches, Causal, Full, LocalBlocks, PerHead, SlidingWindow
-from dilated_attention_pytorch.viz import COLOURS, State, block_states, draw_text, figures, plot_layout, plot_weights
-from dilated_attention_pytorch.viz.states import picture
+from dilated_attention_pytorch.patterns import (
+    Blocks,
+    Branches,
+    Causal,
+    Full,
+    GlobalTokens,
+    LocalBlocks,
+    PerHead,
+    RandomBlocks,
+    SlidingWindow,
+)
+from dilated_attention_pytorch.viz import (
+    COLOURS,
+    DARK_COLOURS,
+    State,
+    block_states,
+    draw_text,
+    figures,
+    plot_layout,
+    plot_weights,
+)
+from dilated_attention_pytorch.viz.states import Region, picture
+from dilated_attention_pytorch.viz.style import light_and_dark
 
 LEGEND = "█ full  ▒ partial  · empty"
 
@@ -103,7 +123,7 @@ def states_of(allowed, height, width):
 @pytest.mark.parametrize("pattern", [SlidingWindow(40, 21), LocalBlocks(64, block_size=16), Causal()])
 def test_a_cell_is_full_or_empty_only_where_all_of_it_is(pattern, most):
     layout = BlockLayout.from_pattern(pattern, 224, block_size=16)
-    cells, (height, width), note = picture(layout, most)
+    cells, (height, width), note, *_ = picture(layout, most)
     assert cells.tolist() == states_of(layout.to_dense(), height, width)
     assert note == ("" if height == 16 else f"a cell is {height // 16} x {height // 16} blocks")
 
@@ -113,18 +133,80 @@ def test_a_cell_is_full_or_empty_only_where_all_of_it_is(pattern, most):
 def test_dilated_attention_is_drawn_in_the_order_of_the_tokens(is_causal, most):
     layout = layout_of_branches(Branches((8, 20, 50), (1, 2, 4)), 97, num_heads=4, is_causal=is_causal, num_residues=4)
     for head, counts in enumerate(layout.to_dense()):
-        cells, (height, width), _ = picture(layout, most, head=head)
+        cells, (height, width), *_ = picture(layout, most, head=head)
         assert cells.tolist() == states_of(counts > 0, height, width)
 
 
-def test_the_first_tokens_alone():
-    layout = BlockLayout.from_pattern(SlidingWindow(40, 21), 224, block_size=16)
-    cells, (height, width), _ = picture(layout, 4, tokens=120)
-    assert cells.tolist() == states_of(layout.to_dense()[:128, :128], height, width)
-    dilated = layout_of_branches(Branches((8, 20), (1, 2)), 97, num_heads=2, num_residues=2)
-    cells, (height, width), _ = picture(dilated, 9, head=1, tokens=33)
-    assert cells.tolist() == states_of(dilated.to_dense()[1, :33, :33] > 0, height, width)
-    assert picture(layout, 4, tokens=1000).cells.equal(picture(layout, 4).cells)
+REGIONS = [Region(0, 0, 120), Region(37, 90, 64), Region(200, 3, 1000), Region(223, 223, 1)]
+
+
+@pytest.mark.parametrize("region", REGIONS)
+@pytest.mark.parametrize("block_size", [16, (32, 16)])
+def test_a_region_is_part_of_the_whole(region, block_size):
+    layout = BlockLayout.from_pattern(SlidingWindow(40, 21) | GlobalTokens(3), 224, block_size=block_size)
+    found = picture(layout, 4, region=region)
+    height, width = found.tokens
+    rows, columns = (
+        slice(first, first + count * step)
+        for first, count, step in zip(found.first, found.cells.shape, found.tokens, strict=True)
+    )
+    assert found.cells.tolist() == states_of(layout.to_dense()[rows, columns], height, width)
+    for first, wanted, step, stop in zip(found.first, region, found.tokens, (rows.stop, columns.stop), strict=False):
+        assert first <= wanted < first + step
+        assert stop >= min(wanted + region.tokens, 224)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("region", [Region(0, 0, 33), Region(40, 11, 50), Region(90, 90, 20)])
+@pytest.mark.parametrize("most", [1, 9, 60])
+def test_a_region_of_dilated_attention(region, is_causal, most):
+    layout = layout_of_branches(Branches((8, 20, 50), (1, 2, 4)), 97, num_heads=4, is_causal=is_causal, num_residues=4)
+    for head, counts in enumerate(layout.to_dense()):
+        found = picture(layout, most, head=head, region=region)
+        (top, left), (size, _) = found.first, found.tokens
+        rows, columns = (first + size * count for first, count in zip(found.first, found.cells.shape, strict=True))
+        held = (counts > 0)[top:rows, left:columns]
+        assert found.cells.tolist() == states_of(held, size, size)
+        shares = [[float(cell.double().mean()) for cell in row.split(size, 1)] for row in held.split(size)]
+        torch.testing.assert_close(found.shares[1], torch.tensor(shares, dtype=torch.float64))
+        assert not found.shares[0].any()
+
+
+@pytest.mark.parametrize("block_size", [16, (32, 16)])
+def test_pairs_of_tokens_are_drawn_where_there_is_room(block_size):
+    layout = BlockLayout.from_pattern(SlidingWindow(40, 21), 224, block_size=block_size)
+    cells, tokens, note, first, shares = picture(layout, 64, region=Region(150, 170, 60))
+    assert (tokens, note, first) == ((1, 1), "a cell is one pair of tokens", (150, 170))
+    block_q, block_k = layout.blocks
+    computed = layout.to_block_mask().repeat_interleave(block_q, 0).repeat_interleave(block_k, 1)
+    want = torch.where(layout.to_dense(), State.FULL, torch.where(computed[:224, :224], State.PARTIAL, State.EMPTY))
+    assert cells.tolist() == want[150:210, 170:].tolist()
+    assert shares.argmax(0).equal((cells == State.FULL).long())
+
+
+def test_shares_tell_full_blocks_from_partial_ones_where_a_cell_has_both():
+    """A cell of many blocks keeps what kind they are: at random, all are full and a few of many."""
+    layout = BlockLayout.from_pattern(RandomBlocks(2, block_size=16), 640, block_size=16)
+    found = picture(layout, 10)
+    want = layout.to_block_mask().view(10, 4, 10, 4).double().mean((1, 3))
+    assert not found.shares[0].any()
+    assert found.shares[1].equal(want)
+    causal = picture(BlockLayout.from_pattern(Causal(), 640, block_size=16), 10).shares
+    assert causal[:, 3, 3].tolist() == [4 / 16, 6 / 16]
+    assert causal[:, 3, 2].tolist() == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("region", "message"),
+    [
+        (Region(224, 0, 1), "query of region must be below 224, got 224"),
+        (Region(0, -1, 1), "key of region must be at least 0, got -1"),
+        (Region(0, 0, 0), "tokens of region must be at least 1, got 0"),
+    ],
+)
+def test_a_region_outside_is_an_error(region, message):
+    with pytest.raises(ValueError, match=message):
+        picture(BlockLayout.from_pattern(Causal(), 224, block_size=16), 4, region=region)
 
 
 def test_parts_of_dilated_attention_are_not_drawn():
@@ -152,6 +234,19 @@ def test_png_has_the_colour_of_each_state_where_the_block_is(tmp_path):
     for query_block, row in enumerate(block_states(causal()).tolist()):
         for key_block, state in enumerate(row):
             assert_colour(pixel(path, axis, 16 * key_block + 8, 16 * query_block + 8), State(state))
+
+
+def test_a_figure_follows_the_style_it_is_drawn_in(tmp_path):
+    """Dark: other colours, on the page's own ground; light again after it."""
+    for path, colours in zip(light_and_dark(tmp_path / "causal.png"), (COLOURS, DARK_COLOURS), strict=True):
+        (axis,) = plot_layout(causal(), path).axes
+        states = block_states(causal())
+        row, column = (states == State.FULL).nonzero()[0].tolist()
+        for key, query, state in ((16 * column + 8, 16 * row + 8, State.FULL), (40, 8, State.EMPTY)):
+            assert pixel(path, axis, key, query) == pytest.approx(to_rgb(colours[state]), abs=1 / 255)
+        assert imread(path)[2, 2, 3] == (1.0 if colours is COLOURS else 0.0)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["causal-dark.png", "causal.png"]
+    assert plot_layout(causal()).get_facecolor()[:3] == (1.0, 1.0, 1.0)
 
 
 def test_png_shows_every_layout_in_its_own_panel(tmp_path):

@@ -5,16 +5,18 @@ BLAS products around one softmax; its result is merged into the rows' running (o
 
 Key blocks that are used often are first copied together, one key head at a time, so that gathers read whole blocks;
 those used once or twice are gathered from the tensor as it lies, with the heads innermost to share its cache lines.
-Long calls are shared out over the threads, each share by itself with operators that are not split (`workers`): forward
-by rows, so that all read one copy of a key head; backward by key heads, whose gradients then have one writer.
+Calls are shared out over the threads, each share by itself with operators that are not split (`workers`): forward by
+key heads, or where their copies would be large by rows, so that all read one; backward by key heads, whose gradients
+then have one writer. Whoever is done takes what is next, so that a thread that another program holds up has less to do.
 
 Shapes: a tile has `num` pieces of `width` key blocks; query rows are [num, M, D] with M = stacked heads · block_q.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import chain, product
 
 import torch
 from torch import Tensor
@@ -24,8 +26,9 @@ from ..layout.size import ListSize
 from ..options import CallOptions
 from ..patterns.blocks import ceil_div
 from . import workers
-from .base import Request, aligned_queries, compute_dtype
-from .dropout import keep_mask
+from .base import Request, aligned_queries, compute_dtype, results_of
+from .bias import BiasGradient, bias_of_pairs, of_one_sample
+from .dropout import in_whole, keep_mask
 from .scratch import Scratch
 from .sizes import SizeRequest, Workspace
 from .tiling import Cut, Tile, Tiling, Unit
@@ -33,28 +36,35 @@ from .tiling import Cut, Tile, Tiling, Unit
 name = "blockwise"
 needs_work_order = False
 
+ANYWHERE = 1 << 62  # beyond all tokens
+
 
 def can_run(request: Request) -> tuple[bool, str]:
     return True, "runs every layout, option, dtype and device"
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, options: CallOptions) -> tuple[Tensor, Tensor]:
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=compute_dtype(q.dtype), device=q.device)
-    call = _Call(q, k, v, layout, options)
-    shares = call.shares(call.num_shares(torch.get_num_threads()))
-    for units in call.stages(shared_by=len(shares)):
-        parts = _dealt_out(units, len(shares))
+    out, lse = results_of(q, v)
+    call, threads = _Call(q, k, v, layout, options), torch.get_num_threads()
+    shares = call.shares(call.num_shares(threads), call.num_at_once(threads))
+    stages: Iterator[list[Iterator[Unit]]]
+    if call.by_heads(threads):
+        stages = iter([[chain.from_iterable(share.stages()) for share in shares]])
+    else:
+        # The last first: where work grows along the sequence, these are the largest.
+        made = call.stages(shared_by=call.num_at_once(threads), together=len(shares))
+        stages = ([iter(units[::-1])] * len(shares) for units in made)
+    for parts in stages:
         workers.run([partial(_forward, *both, q, out, lse) for both in zip(shares, parts, strict=True)])
     call.end(shares)
     return out, lse
 
 
-def _forward(call: _Call, units: list[Unit], q: Tensor, out: Tensor, lse: Tensor) -> None:
+def _forward(call: _Call, units: Iterator[Unit], q: Tensor, out: Tensor, lse: Tensor) -> None:
     options = call.options
     for unit in units:
         queries = call.load("queries", q, unit)
-        mixed = call.scratch("mixed", *queries.shape)
+        mixed = call.scratch("mixed", *queries.shape[:2], out.shape[3])
         total = call.scratch("total", *queries.shape[:2])
         for tile in call.tiles(unit):
             scores = call.scores(queries, unit, tile)
@@ -95,29 +105,42 @@ def backward(
     lse: Tensor,
     layout: BlockLayout,
     options: CallOptions,
-) -> tuple[Tensor, Tensor, Tensor]:
+    wanted: Sequence[str] = (),
+) -> tuple[Tensor, ...]:
     call = _Call(q, k, v, layout, options)
     new = torch.empty_like if call.copied else torch.zeros_like
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)
     dk, dv = (new(x, memory_format=torch.contiguous_format) for x in (k, v))
-    shares = call.shares(call.num_backward_shares(torch.get_num_threads()))
-    workers.run([partial(_backward, share, (do, q, out, lse), dlse, (dq, dk, dv)) for share in shares])
+    of_bias = BiasGradient(options.bias, wanted, compute_dtype(q.dtype)) if options.bias and wanted else None
+    threads = torch.get_num_threads()
+    num, at_once, split = call.num_backward_shares(threads), call.num_backward_at_once(threads), call.split(threads)
+    if of_bias or q.device.type != "cpu":  # a gradient of the bias has one writer
+        num, at_once, split = 1, 1, threads
+    shares = call.shares(num, at_once)
+    workers.run([partial(_backward, each, (do, q, out, lse), dlse, (dq, dk, dv), of_bias) for each in shares], split)
     call.end(shares)
-    return dq, dk, dv
+    return dq, dk, dv, *(of_bias.results() if of_bias else ())
 
 
 def _backward(
-    call: _Call, given: tuple[Tensor, ...], dlse: Tensor | None, grads: tuple[Tensor, Tensor, Tensor]
+    call: _Call,
+    given: tuple[Tensor, ...],
+    dlse: Tensor | None,
+    grads: tuple[Tensor, Tensor, Tensor],
+    of_bias: BiasGradient | None,
 ) -> None:
     (do, q, out, lse), (dq, dk, dv), options = given, grads, call.options
     for unit in (unit for units in call.stages() for unit in units):
-        dkeys, dvalues = call.accumulator("dkeys", dk, unit), call.accumulator("dvalues", dv, unit)
+        dkeys, dvalues = (
+            call.accumulator(name, grad, of, unit)
+            for name, grad, of in (("dkeys", dk, unit.keys), ("dvalues", dv, unit.values))
+        )
         queries = call.load("queries", q, unit)
         grad = call.load("grad", do, unit)
-        dqueries = call.load("dqueries", out, unit)
-        delta = dqueries.mul_(grad).sum(-1)
+        delta = call.load("dqueries", out, unit).mul_(grad).sum(-1)
         if dlse is not None:
             delta -= call.load_lse("dlse", dlse, unit)
+        dqueries = call.scratch("dqueries", *queries.shape)  # out has served
         dqueries[call.empty_rows(unit)] = 0.0
         total = call.load_lse("total", lse, unit, behind=torch.inf)
         empty = total == -torch.inf
@@ -135,9 +158,12 @@ def _backward(
             if options.seed is not None:
                 kept = call.kept(unit, tile)
                 dropped, dweights = weights * kept, dweights.mul_(kept)
-            # The gathered values have served; the gradients of the same blocks take their place.
+            # The gathered values have served; the gradients of the same blocks take their place, and then the keys'.
             _scatter_add(dvalues, tile, torch.bmm(dropped.mT, tile_grad, out=gathered))
+            gathered = call.gathered(unit.keys, tile)
             dscores = dweights.sub_(delta[tile.rows, :, None]).mul_(weights)
+            if of_bias:
+                call.add_to(of_bias, dscores, unit, tile)
             if options.softcap:
                 dscores.mul_(call.scratch("steepness", *dscores.shape))
             scaled = {"beta": 0, "alpha": options.scale}  # beta 0: what the buffer held does not matter
@@ -167,15 +193,6 @@ def _merge(mixed: Tensor, total: Tensor, rows: Tensor | slice, part: Tensor, par
     total[rows] = torch.logaddexp(old, part_lse)
 
 
-def _dealt_out(units: list[Unit], num: int) -> list[list[Unit]]:
-    """Like cards, there and back again: where work grows along the sequence, all get as much of it."""
-    parts: list[list[Unit]] = [[] for _ in range(num)]
-    for i, unit in enumerate(units):
-        turn, seat = divmod(i, num)
-        parts[num - 1 - seat if turn % 2 else seat].append(unit)
-    return parts
-
-
 def _scatter_add(blocks: Tensor, tile: Tile, grad: Tensor) -> None:
     blocks.index_add_(0, tile.blocks.flatten(), grad.view(-1, *blocks.shape[1:]))
 
@@ -184,49 +201,53 @@ class _Call(Tiling):
     """What all units of a call share; a share of it has some of the key heads and its own scratch memory."""
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, options: CallOptions) -> None:
-        super().__init__(q, k, layout, masked=options.is_masked)
+        super().__init__(q, k, v, layout, masked=options.may_hide)
         self.k, self.v, self.options = k, v, options
         self.own_key_heads = range(self.key_heads)
+        self.turns = iter(product(range(self.batch), self.own_key_heads))
         self.scratch = Scratch(q)
 
-    def shares(self, num: int) -> list[_Call]:
-        """The call `num` times, each with its part of the key heads (or of the units it is given) and of the cache."""
+    def shares(self, num: int, at_once: int) -> list[_Call]:
+        """The call `num` times, for threads of which `at_once` share the cache: each with some of the key heads, their
+        turns of copied ones in common."""
         shares = []
         for i in range(num):
-            share = self.share(num)
+            share = self.share(at_once)
             share.own_key_heads = range(self.key_heads * i // num, self.key_heads * (i + 1) // num)
             share.scratch = Scratch(self.k)
             share.plans = {}
             shares.append(share)
-        self.enlarge /= num
+        self.enlarge /= at_once
         return shares
 
     def end(self, shares: list[_Call]) -> None:
         for call in (self, *shares):
             call.scratch.end()
 
-    def stages(self, shared_by: int = 1) -> Iterator[list[Unit]]:
-        """Units that can run side by side, stage after stage; those of a stage are enough for all who share them."""
-        for sample in range(self.batch):
-            if self.copied:
-                ranges = self.ranges(shared_by)
-                for key_head in self.own_key_heads:
-                    (keys, copy_keys), (values, copy_values) = (
-                        self._copy(n, x[sample, :, key_head]) for n, x in (("keys", self.k), ("values", self.v))
-                    )
-                    if shared_by > 1:
-                        workers.run([copy_keys, copy_values])
-                    else:
-                        copy_keys()
-                        copy_values()
-                    yield list(self.units(sample, key_head, ranges, keys, values))
+    def stages(self, shared_by: int = 1, together: int = 1) -> Iterator[list[Unit]]:
+        """Units that can run side by side, stage after stage; those of a stage are enough for `shared_by` threads.
+
+        Args:
+            together: threads that fill the copies; this one alone if 1.
+        """
+        if not self.copied:
+            units: list[Unit] = []
+            for sample, rows, key_head in product(range(self.batch), self.ranges(), self.own_key_heads):
+                keys, values = (self._view(x, sample, key_head) for x in (self.k, self.v))
+                units += self.units(sample, key_head, [rows], keys, values)
+            yield units
+            return
+        ranges = self.ranges(shared_by)
+        for sample, key_head in self.turns:
+            (keys, copy_keys), (values, copy_values) = (
+                self._copy(n, x[sample, :, key_head]) for n, x in (("keys", self.k), ("values", self.v))
+            )
+            if together > 1:
+                workers.run([copy_keys, copy_values])
             else:
-                units: list[Unit] = []
-                for rows in self.ranges():
-                    for key_head in self.own_key_heads:
-                        keys, values = (self._view(x, sample, key_head) for x in (self.k, self.v))
-                        units += self.units(sample, key_head, [rows], keys, values)
-                yield units
+                copy_keys()
+                copy_values()
+            yield list(self.units(sample, key_head, ranges, keys, values))
 
     def _view(self, x: Tensor, sample: int, key_head: int) -> Tensor:
         """Keys or values of a head as blocks [num_k_blocks, block_k, D], as they lie."""
@@ -248,11 +269,11 @@ class _Call(Tiling):
 
         return blocks[:, 0], fill
 
-    def accumulator(self, name: str, grad: Tensor, unit: Unit) -> Tensor:
-        """Where the gradient of this unit's key blocks is summed."""
+    def accumulator(self, name: str, grad: Tensor, of: Tensor, unit: Unit) -> Tensor:
+        """Where the gradient of this unit's key blocks, or value blocks, is summed."""
         if not self.copied:
             return self._view(grad, unit.sample, unit.key_head)
-        blocks = self.scratch(name, *unit.keys.shape)
+        blocks = self.scratch(name, *of.shape)
         return blocks.zero_() if unit.opens_key_head else blocks
 
     def store_keys(self, x: Tensor, unit: Unit, blocks: Tensor) -> None:
@@ -280,9 +301,14 @@ class _Call(Tiling):
 
     def gather(self, blocks: Tensor, tile: Tile) -> Tensor:
         """Key or value blocks of a tile, [num, width · block_k, D]; the one before is overwritten."""
-        picked = self.scratch("gathered", tile.blocks.numel(), *blocks.shape[1:])
-        torch.index_select(blocks, 0, tile.blocks.flatten(), out=picked)
-        return picked.view(len(tile.blocks), -1, blocks.shape[-1])
+        picked = self.gathered(blocks, tile)
+        torch.index_select(blocks, 0, tile.blocks.flatten(), out=picked.view(-1, *blocks.shape[1:]))
+        return picked
+
+    def gathered(self, blocks: Tensor, tile: Tile) -> Tensor:
+        """The memory of `gather`, as it is."""
+        num, width = tile.blocks.shape
+        return self.scratch("gathered", num, width * blocks.shape[1], blocks.shape[2])
 
     def scores(self, queries: Tensor, unit: Unit, tile: Tile, *, steepness: bool = False) -> Tensor:
         """Scaled scores [num, M, width · block_k], −inf where a pair is not allowed.
@@ -301,12 +327,14 @@ class _Call(Tiling):
             if steepness:
                 torch.mul(scores, scores, out=self.scratch("steepness", *scores.shape)).neg_().add_(1.0)
             scores.mul_(options.softcap)
-        if options.alibi_slopes is not None:
-            position = self._queries(tile) + (layout.seq_k - layout.seq_q)
-            distance = (position[:, :, None, None] - self._keys(tile)[:, None]).abs()
-            cells.addcmul_(
-                options.alibi_slopes[unit.heads, None, None, None], distance[:, None].to(scores.dtype), value=-1
-            )
+        if options.bias is not None:
+            of_unit = of_one_sample(options.bias, unit.sample, unit.heads)
+            query, key = self._queries(tile)[:, :, None, None], self._keys(tile)[:, None]
+            lengths = layout.lengths
+            if options.places is not None:  # then the distance is all that counts
+                query, key = in_whole(options.places, query, key)
+                lengths = ANYWHERE, ANYWHERE
+            cells.add_(bias_of_pairs(of_unit, query, key, *lengths)[0].transpose(0, 1))
         if tile.rule_ids is not None:
             partial = tile.blocks[:, tile.num_full :]
             query_block = tile.query_blocks[:, None].expand_as(partial)
@@ -330,6 +358,12 @@ class _Call(Tiling):
             query_ids = query_ids[self._queries(tile).clamp(max=layout.seq_q - 1)]
             cells.masked_fill_(query_ids[:, None, :, None, None] != key_ids[:, None, None], -torch.inf)
         return scores
+
+    def add_to(self, of_bias: BiasGradient, dscores: Tensor, unit: Unit, tile: Tile) -> None:
+        """The gradient of a tile's scores, as it is before that of a cap."""
+        seen = dscores.unflatten(1, (self.stacked, -1))
+        query, key = self._queries(tile), self._keys(tile).flatten(1)
+        of_bias.add(seen, unit.sample, unit.heads, query, key, self.layout.seq_q, self.layout.seq_k)
 
     def _queries(self, tile: Tile) -> Tensor:
         """Query numbers [num, block_q]."""
@@ -380,23 +414,32 @@ def workspace(request: SizeRequest) -> Workspace:
     shape, lists = request.shape, request.lists
     on_cpu = request.device == "cpu"
     cut = Cut(shape, lists, list_heads=lists.list_heads, blocks=lists.blocks, on_cpu=on_cpu)
-    a_key_head = lists.num_k_blocks * lists.block_k * shape.head_dim if cut.copied else 0
-    keys_and_values = 0 if cut.plain and shape.heads_kv == 1 else 2 * a_key_head
-    num = cut.num_shares(request.threads)
-    forward = num * _scratch_of(cut.share(num), lists, shared_by=num, rows=2, scores=1) + keys_and_values
-    num = cut.num_backward_shares(request.threads)
-    backward = num * (_scratch_of(cut.share(num), lists, rows=3, scores=2) + keys_and_values + 2 * a_key_head)
+    width_v = shape.width_v
+    a_key_head = lists.num_k_blocks * lists.block_k * (shape.head_dim + width_v) if cut.copied else 0
+    keys_and_values = 0 if cut.plain and shape.heads_kv == 1 else a_key_head
+    threads, rows = request.threads, shape.head_dim + width_v
+    num, at_once, by_heads = cut.num_shares(threads), cut.num_at_once(threads), cut.by_heads(threads)
+    shared_by = 1 if by_heads else at_once
+    forward = num * _scratch_of(cut.share(at_once), lists, shared_by=shared_by, rows=rows, scores=1)
+    forward += keys_and_values * (num if by_heads else 1)
+    num, at_once = cut.num_backward_shares(threads), cut.num_backward_at_once(threads)
+    rows += max(shape.head_dim, width_v)
+    backward = num * (_scratch_of(cut.share(at_once), lists, rows=rows, scores=2) + keys_and_values + a_key_head)
     plans = 4 * lists.blocks + 24 * lists.rows
     return Workspace(forward * shape.compute + plans, backward * shape.compute + num * plans)
 
 
 def _scratch_of(cut: Cut, lists: ListSize, *, shared_by: int = 1, rows: int, scores: int) -> int:
-    """Numbers in the buffers of a share: `rows` of a unit's rows, `scores` of a tile's scores, and the others."""
-    row = cut.stacked * lists.block_q * cut.head_dim
+    """Numbers in the buffers of a share: a unit's rows, of `rows` numbers each, `scores` of a tile's scores, and the
+    others."""
+    row = cut.stacked * lists.block_q * cut.widest
     rows_of_unit = ceil_div(ceil_div(lists.num_q_blocks, lists.num_residues), cut.num_ranges(shared_by))
     width = min(cut.piece, max(1, lists.widest))
     pieces, keys = min(rows_of_unit, cut.rows_at_once(width)), width * lists.block_k
-    gathered = pieces * keys * cut.head_dim
+    gathered = pieces * keys * cut.widest
     part = pieces * row * (3 if lists.widest > cut.piece else 0)  # merged into what came before
     masks = pieces * cut.stacked * lists.block_q * min(keys, lists.partial * lists.block_k)
-    return rows * rows_of_unit * row + scores * pieces * cut.stacked * lists.block_q * keys + gathered + part + masks
+    if lists.bitmaps:  # unpacked for all stacked heads together
+        masks += masks // cut.stacked
+    own = rows_of_unit * cut.stacked * lists.block_q * rows
+    return own + scores * pieces * cut.stacked * lists.block_q * keys + gathered + part + masks

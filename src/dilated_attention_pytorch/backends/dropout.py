@@ -21,12 +21,17 @@ from ..patterns.blocks import MASK32, mix32
 def keep_mask(seed: Tensor, dropout_p: float, stream: Tensor | int, query: Tensor, key: Tensor) -> Tensor:
     """bool, broadcast over `stream`, `query` and `key` (int64): True where the weight stays."""
     if seed.ndim:
-        later = seed[5:]
-        seed, within, shift_q, shift_k, keys_at = seed[:5].unbind()
-        query = query + later[(query >> shift_q) & within]
-        key = key + later[keys_at + ((key >> shift_k) & within)]
+        query, key = in_whole(seed[1:], query, key)
+        seed = seed[0]
     row = mix32(mix32(mix32(seed & MASK32) ^ stream) ^ query)
     return mix32(row ^ key) >= round(dropout_p * (MASK32 + 1))
+
+
+def in_whole(places: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    """The numbers that queries and keys of a part have in the whole, by all of a table but the seed."""
+    within, shift_q, shift_k, keys_at = places[:4].unbind()
+    later = places[4:]
+    return query + later[(query >> shift_q) & within], key + later[keys_at + ((key >> shift_k) & within)]
 
 
 def as_table(seed: Tensor) -> Tensor:

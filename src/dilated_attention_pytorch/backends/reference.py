@@ -11,6 +11,7 @@ from torch import Tensor
 from ..layout import BlockLayout
 from ..options import CallOptions
 from .base import Request, aligned_queries, compute_dtype
+from .bias import bias_of_pairs
 from .dropout import keep_mask
 from .sizes import SizeRequest, Workspace
 
@@ -59,10 +60,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, options: Cal
     scores = torch.einsum("bqhd,bkhd->bhqk", q.to(dtype) * options.scale, k)
     if options.softcap:
         scores = options.softcap * torch.tanh(scores / options.softcap)
-    if options.alibi_slopes is not None:
-        key = torch.arange(layout.seq_k, device=q.device)
-        position = torch.arange(layout.seq_k - layout.seq_q, layout.seq_k, device=q.device)
-        scores = scores - options.alibi_slopes[:, None, None] * (position[:, None] - key).abs()
+    if options.bias is not None:
+        query, key = (torch.arange(n, device=q.device) for n in scores.shape[-2:])
+        scores = scores + bias_of_pairs(options.bias, query[:, None], key[None], layout.seq_q, layout.seq_k)
     counts = counted_pairs(layout, heads, options)
     scores = scores.masked_fill(counts == 0, -torch.inf)
     top = scores.detach().amax(dim=-1, keepdim=True)
@@ -86,6 +86,7 @@ def workspace(request: SizeRequest) -> Workspace:
     shape = request.shape
     pairs = shape.batch * shape.heads * shape.seq_q * shape.seq_k
     mask = request.lists.num_lists * shape.seq_q * shape.seq_k
-    wide = shape.compute * shape.batch * shape.head_dim * (shape.heads * (shape.seq_q + 2 * shape.seq_k))
+    of_heads = (shape.seq_q + shape.seq_k) * shape.head_dim + shape.seq_k * shape.width_v
+    wide = shape.compute * shape.batch * shape.heads * of_heads
     forward = 3 * shape.compute * pairs + 2 * mask + wide
     return Workspace(forward, forward + 4 * shape.compute * pairs + wide)

@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from ..caches import register_cache
 from ..memory import active_source
 from .base import compute_dtype
 
@@ -57,3 +58,13 @@ class Scratch:
             with torch.inference_mode(False):  # another call may be in another mode
                 return self._like.new_empty(size, dtype=self._dtype)
         return self._source.buffer(name, size, self._dtype, self._like.device)
+
+
+register_cache(
+    "backends.scratch.Scratch.idle",
+    f"buffers of `blockwise` that no call uses, up to {LEFT >> 20} MiB",
+    bound=None,
+    entries=Scratch.idle.__len__,
+    clear=Scratch.idle.clear,
+    nbytes=lambda: sum(size for size, _ in [*Scratch.idle]),
+)

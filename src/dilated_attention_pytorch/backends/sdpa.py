@@ -25,12 +25,15 @@ def can_run(request: Request) -> tuple[bool, str]:
         "lse was asked for": request.return_lse,
         "dropout is not reproducible there": request.dropout,
         "key_padding_mask and document_ids need a dense mask there": request.is_masked,
-        "softcap and alibi_slopes are unknown there": request.has_score_mods,
+        "softcap, alibi_slopes and bias are unknown there": request.has_score_mods,
         "it has a linear-memory kernel for grouped key heads in half precision on CUDA alone": (
             request.grouped and (request.device.type != "cuda" or request.dtype not in (torch.float16, torch.bfloat16))
         ),
         "it has no linear-memory kernel for float64 on this device": (
             request.dtype == torch.float64 and request.device.type != "cpu"
+        ),
+        "it may take a kernel quadratic in memory where v is of another width than q and k": (
+            request.head_dim_v not in (None, request.head_dim)
         ),
         "it has no linear-memory kernel for this head_dim on this device": (
             request.head_dim > 256 and request.device.type != "cpu"

@@ -27,13 +27,20 @@ class Shape:
     heads_kv: int
     head_dim: int
     dtype: torch.dtype
+    head_dim_v: int | None = None  # of v and out, where it is another
 
     @classmethod
-    def of(cls, q: Tensor, k: Tensor) -> Shape:
-        (batch, seq_q, heads, head_dim), (_, seq_k, heads_kv, _) = q.shape, k.shape
+    def of(cls, q: Tensor, k: Tensor, v: Tensor) -> Shape:
+        (batch, seq_q, heads, head_dim), (_, seq_k, heads_kv, _), width_v = q.shape, k.shape, v.shape[3]
         return cls(
-            batch=batch, seq_q=seq_q, seq_k=seq_k, heads=heads, heads_kv=heads_kv, head_dim=head_dim, dtype=q.dtype
-        )
+            batch=batch, seq_q=seq_q, seq_k=seq_k, heads=heads, heads_kv=heads_kv, head_dim=head_dim, dtype=q.dtype,
+            head_dim_v=None if width_v == head_dim else width_v,
+        )  # fmt: skip
+
+    @property
+    def width_v(self) -> int:
+        """head_dim of v and out."""
+        return self.head_dim if self.head_dim_v is None else self.head_dim_v
 
     @property
     def q(self) -> int:
@@ -42,6 +49,14 @@ class Shape:
     @property
     def k(self) -> int:
         return self.batch * self.seq_k * self.heads_kv * self.head_dim * self.dtype.itemsize
+
+    @property
+    def v(self) -> int:
+        return self.k // self.head_dim * self.width_v
+
+    @property
+    def out(self) -> int:
+        return self.q // self.head_dim * self.width_v
 
     @property
     def lse(self) -> int:

@@ -26,8 +26,10 @@ PIECE = 1024  # keys in one piece of a row
 TILE_SCORES = 1 << 20  # scores in one tile: they should stay in the cache
 RANGE_COPIED = 1 << 20  # elements of the query rows of a unit where key heads come one after the other
 RANGE_DIRECT = 1 << 19  # and where they are innermost
-SHARED_OUT = 1 << 26  # scores a sample from which on threads work apart: below it, PyTorch's own are quicker to start
-HEADS_A_COPY = 4  # key heads for each copy of one that is held at a time
+SHARE = 1 << 17  # scores that are worth a thread: starting one takes some 20 µs
+SPLIT = 1 << 22  # scores from which on the operators of a lone thread are split over the others
+COPIES = 1 << 22  # elements of the copies of key heads up to which each thread may hold its own
+HEADS_A_COPY = 4  # beyond, key heads for each copy of one that is held at a time
 REUSE = 2  # uses of a key block above which copying it first pays
 ACCELERATOR = 32  # how many times larger tiles and ranges are where there is no cache to stay in but a launch to pay
 
@@ -42,7 +44,7 @@ class Unit:
     rows: range  # query blocks
     tokens: slice  # the same in tokens
     keys: Tensor  # [num_k_blocks, block_k, D]
-    values: Tensor
+    values: Tensor  # the same, of their own width
     opens_key_head: bool
     closes_key_head: bool
 
@@ -73,7 +75,8 @@ class Cut:
     def __init__(
         self, shape: Shape, grid: BlockLayout | ListSize, *, list_heads: int, blocks: int, on_cpu: bool
     ) -> None:
-        self.num_heads, self.key_heads, self.head_dim = shape.heads, shape.heads_kv, shape.head_dim
+        self.num_heads, self.key_heads = shape.heads, shape.heads_kv
+        self.widest = max(shape.head_dim, shape.width_v)  # of keys and values
         self.grid, self.on_cpu = grid, on_cpu
         self.enlarge: float = 1 if on_cpu else ACCELERATOR
         group = self.num_heads // self.key_heads
@@ -84,7 +87,8 @@ class Cut:
         whole = shape.seq_k % grid.block_k == 0 and grid.num_residues == 1
         self.plain = whole and shape.dtype == compute_dtype(shape.dtype)
         self.copied = uses > REUSE or not self.plain
-        self.scores_a_sample = blocks // grid.num_lists * grid.block_q * grid.block_k * self.num_heads
+        self.num_scores = shape.batch * self.num_heads * (blocks // grid.num_lists) * grid.block_q * grid.block_k
+        self.a_copy = grid.num_k_blocks * grid.block_k * (shape.head_dim + shape.width_v)
         self.piece = max(1, PIECE // grid.block_k)  # blocks
 
     def share(self, num: int) -> Self:
@@ -93,25 +97,38 @@ class Cut:
         share.enlarge = self.enlarge / num
         return share
 
+    def num_at_once(self, threads: int) -> int:
+        """How many threads share the cache. No function of the batch: a sample is bitwise the same in any."""
+        return threads if self.on_cpu else 1
+
     def num_shares(self, threads: int) -> int:
-        """How many threads work apart; 1 where operators that are split do better."""
-        return threads if self.on_cpu and self.scores_a_sample >= SHARED_OUT else 1
+        """How many threads work apart."""
+        return max(1, min(self.num_at_once(threads), self.num_scores // SHARE))
+
+    def by_heads(self, threads: int) -> bool:
+        """Whether the threads of the forward take key heads, each with a copy of its own, and not rows of the same."""
+        return self.copied and self.key_heads >= threads and threads * self.a_copy <= COPIES
+
+    def num_backward_at_once(self, threads: int) -> int:
+        """How many threads share the cache in the backward, where each takes key heads. Their copies stay small, or
+        small beside the tensors of the call."""
+        few = self.copied and threads * self.a_copy > COPIES
+        return max(1, min(self.key_heads // HEADS_A_COPY if few else self.key_heads, self.num_at_once(threads)))
 
     def num_backward_shares(self, threads: int) -> int:
-        """The same in the backward.
+        """How many threads work apart in the backward."""
+        return min(self.num_backward_at_once(threads), self.num_shares(threads))
 
-        It depends on the heads alone, so that a sample is bitwise the same in any batch; and the copies of key heads,
-        one for each share, stay small beside the tensors of the call.
-        """
-        heads = self.key_heads // HEADS_A_COPY if self.copied else self.key_heads
-        return max(1, min(heads, self.num_shares(threads)))
+    def split(self, threads: int) -> int:
+        """Over how many threads each operator of the backward is split."""
+        return max(1, threads // self.num_backward_at_once(threads)) if self.num_scores >= SPLIT else 1
 
     def num_ranges(self, shared_by: int = 1) -> int:
         """Ranges of the query blocks of a residue; with copied keys, enough for all shares."""
         elements, in_parts = RANGE_DIRECT, 1
         if self.copied:
             elements, in_parts = RANGE_COPIED, 2 * shared_by if shared_by > 1 else 1
-        row, residues = self.stacked * self.grid.block_q * self.head_dim, self.grid.num_residues
+        row, residues = self.stacked * self.grid.block_q * self.widest, self.grid.num_residues
         num, in_parts = ceil_div(self.grid.num_q_blocks, residues), ceil_div(in_parts, residues)
         parts = ceil_div(num, max(1, int(self.enlarge * elements) // row))
         return min(num, ceil_div(parts, in_parts) * in_parts)
@@ -125,11 +142,11 @@ class Cut:
 class Tiling(Cut):
     """A call that is cut into units and these into tiles."""
 
-    def __init__(self, q: Tensor, k: Tensor, layout: BlockLayout, *, masked: bool) -> None:
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, *, masked: bool) -> None:
         """`masked`: whether the call has a mask of its own."""
         lists, on_cpu = layout.by_query, q.device.type == "cpu"
         super().__init__(
-            Shape.of(q, k), layout, list_heads=layout.num_heads or 1, blocks=len(lists.indices), on_cpu=on_cpu
+            Shape.of(q, k, v), layout, list_heads=layout.num_heads or 1, blocks=len(lists.indices), on_cpu=on_cpu
         )
         self.layout, self.masked, self.batch, self.device = layout, masked, q.shape[0], q.device
         self.plans: dict[tuple[int, range], list[Tile]] = {}

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
+from ..caches import cached
 from ..layout import BlockLayout
 from ..layout.rows import CacheRows
 from ..options import CallOptions
 from ..patterns.base import constant_in_graphs
 from .base import Request
-from .decoding import Cache, capacity_of
+from .decoding import Cache
 from .dropout import as_table
 from .sizes import SizeRequest, Workspace
 
@@ -37,7 +37,8 @@ def can_run(request: Request) -> tuple[bool, str]:
             request.device.type != "cuda" and not (request.named and os.environ.get("TRITON_INTERPRET") == "1")
         ),
         f"it has no kernel for {request.dtype}": request.dtype not in DTYPES,
-        f"head_dim must be at most {MAX_HEAD_DIM}": request.head_dim > MAX_HEAD_DIM,
+        "alibi_slopes over a ring are unknown to its kernels, which count distances inside of a part": request.placed,
+        f"head_dim must be at most {MAX_HEAD_DIM}": max(request.head_dim, request.head_dim_v or 0) > MAX_HEAD_DIM,
     }
     for reason, refused in refusals.items():
         if refused:
@@ -78,8 +79,9 @@ def backward(
     lse: Tensor,
     layout: BlockLayout,
     options: CallOptions,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _launch().backward(do, dlse, q, k, v, out, lse, layout, _with_table(options))
+    wanted: Sequence[str] = (),
+) -> tuple[Tensor, ...]:
+    return _launch().backward(do, dlse, q, k, v, out, lse, layout, _with_table(options), wanted)
 
 
 def workspace(request: SizeRequest) -> Workspace:
@@ -97,11 +99,10 @@ def decode(q: Tensor, cache: Cache, rows: CacheRows, options: CallOptions) -> tu
     """As `backends.decoding.decode`."""
     from ..kernels import decode  # loads triton
 
-    masks = options.key_padding_mask, options.softcap, options.alibi_slopes
-    return decode.launch(q, *cache, capacity_of(cache.k, cache.page_table), rows, options.scale, *masks)
+    return decode.launch(q, *cache, rows, options)
 
 
-@cache
+@cached(1, "the module with the kernels, once loaded")
 def _launch() -> ModuleType:
     from ..kernels import launch  # loads triton
 

@@ -1,7 +1,8 @@
 """Independent jobs on the threads that PyTorch would use inside one operator.
 
-Many small operators, each split over all threads, spend their time waiting for each other at every end; on a busy
-machine almost all of it. Jobs that share nothing run better one a thread, with operators that are not split.
+Many small operators, each split over all threads, wait at the end of each for the slowest part. Where another program
+takes a core that is almost all of their time: OpenMP's threads wait for one that has no core by keeping theirs. Jobs
+that share nothing run one a thread, with operators that are not split, and wait for each other once.
 """
 
 from __future__ import annotations
@@ -17,24 +18,24 @@ _pool: ThreadPoolExecutor | None = None
 _lock = Lock()
 
 
-def run(jobs: Sequence[Callable[[], None]]) -> None:
-    """Run all jobs at once, with the threads shared out evenly; a single one runs in the calling thread.
+def run(jobs: Sequence[Callable[[], None]], split: int = 1) -> None:
+    """Run all jobs at once, each operator on `split` threads; a single job runs in the calling thread.
 
     A job must not need anything that belongs to the calling thread (autograd and autocast are off in it).
     """
-    if len(jobs) == 1:
-        jobs[0]()
-        return
     threads = torch.get_num_threads()
 
     def alone(job: Callable[[], None]) -> None:
         # This sets the threads of the worker it is called in, and what threads that start from now on begin with.
-        torch.set_num_threads(max(1, threads // len(jobs)))
+        torch.set_num_threads(split)
         with torch.no_grad():
             job()
 
     try:
-        list(_workers().map(alone, jobs))
+        if len(jobs) == 1:
+            alone(jobs[0])
+        else:
+            list(_workers().map(alone, jobs))
     finally:
         torch.set_num_threads(threads)
 

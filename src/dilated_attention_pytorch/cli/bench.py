@@ -9,7 +9,6 @@ with the reason and not timed. If it is ours, that is an error. Then contenders 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -26,8 +25,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from ..layout import BlockLayout
 from ..ops import block_sparse_attention, dilated_attention, explain
 from ..patterns import Branches
+from ..patterns.base import did_you_mean
 from ..testing import Case, oracle, tolerances
-from ..testing.timing import environment, interleave
+from ..testing.timing import environment, hint_of_load, interleave
 from .call import Call
 from .output import NO_PICTURE, Document, can_draw, steps, table
 
@@ -69,7 +69,8 @@ def run(
     """Check, time, print a table; with `out` also write bench.json and bench.png there."""
     unknown = [name for name in rivals if name not in RIVALS]
     if unknown:
-        raise ValueError(f"--against must be of {', '.join(RIVALS)}, or none, got {unknown[0]!r}")
+        meant = did_you_mean(unknown[0], [*RIVALS, "none"])
+        raise ValueError(f"--against must be of {', '.join(RIVALS)}, or none, got {unknown[0]!r}{meant}")
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise ValueError(f"--device {device} must be there, and PyTorch sees no GPU")
     layout = call.layout(device)
@@ -282,9 +283,9 @@ def _print(console: Console, document: Document) -> None:
         f"Density {call['density']:.2%}: a dense contender computes every pair. "
         f"{'Outputs and gradients' if document['training'] else 'Outputs'} were compared with float64 first."
     )
-    load, cores = document["environment"]["load_before"], os.cpu_count() or 1
-    if load is not None and load > cores / 2:
-        console.print(f"The machine was busy (load {load} on {cores} cores): the times say little.")
+    hint = hint_of_load(document["environment"])
+    if hint is not None:
+        console.print(hint, soft_wrap=True)
     for name, reason in document["absent"].items():
         console.print(f"Without {name}: {reason}.", markup=False, soft_wrap=True)
 

@@ -37,6 +37,8 @@ class Call:
     heads: int
     head_dim: int
     dtype: torch.dtype
+    heads_kv: int | None = None
+    batch: int = 1
 
     @classmethod
     def named(
@@ -47,6 +49,8 @@ class Call:
         block_size: int | tuple[int, int] | None = None,
         is_causal: bool = False,
         heads: int | None = None,
+        heads_kv: int | None = None,
+        batch: int = 1,
         head_dim: int = 64,
         dtype: torch.dtype = torch.float32,
     ) -> Call:
@@ -58,6 +62,8 @@ class Call:
         own = len(what.patterns) if isinstance(what, PerHead) else 8
         if isinstance(what, PerHead) and heads is not None and heads != own:
             raise ValueError(f"heads must be the pattern's {own}, got {heads}")
+        if (heads or own) % (heads_kv or 1):
+            raise ValueError(f"heads must be a multiple of heads_kv, got {heads or own} and {heads_kv}")
         return cls(
             name=name,
             what=what,
@@ -65,6 +71,8 @@ class Call:
             block_size=None if isinstance(what, Branches) else size,
             is_causal=is_causal,
             heads=own if heads is None else heads,
+            heads_kv=heads_kv,
+            batch=batch,
             head_dim=head_dim,
             dtype=dtype,
         )
@@ -100,6 +108,8 @@ class Call:
             "causal" if self.is_causal else "full",
             tokens=self.tokens,
             heads=self.heads,
+            heads_kv=self.heads_kv,
+            batch=self.batch,
             head_dim=self.head_dim,
             dtype=self.dtype,
         )
@@ -108,8 +118,13 @@ class Call:
         """Blocks, density and cost of this call, whose layout it is."""
         which, _, _, rule = layout.entries()
         blocks = torch.bincount(which, minlength=layout.num_lists).tolist()
+        batch = layout.batch_size or self.batch
         cost = layout.cost(
-            batch=layout.batch_size or 1, heads=self.heads, head_dim=self.head_dim, itemsize=self.dtype.itemsize
+            batch=batch,
+            heads=self.heads,
+            heads_kv=self.heads_kv,
+            head_dim=self.head_dim,
+            itemsize=self.dtype.itemsize,
         )
         full = int((rule < 0).sum())
         return {
@@ -126,7 +141,7 @@ class Call:
             "active_blocks_by_list": blocks,
             "full_blocks": full,
             "partial_blocks": layout.num_active_blocks - full,
-            "density": cost.pairs / (layout.lengths[0] * layout.lengths[1] * (layout.batch_size or 1) * self.heads),
+            "density": cost.pairs / (layout.lengths[0] * layout.lengths[1] * batch * self.heads),
             "block_density": layout.block_density,
             "cost": asdict(cost),
         }
@@ -137,8 +152,7 @@ class Call:
             raise ValueError(f"a finished layout has no pattern to write down, got {self.name!r}")
         dtype = "" if self.dtype == torch.float32 else f", dtype=torch.{dtype_name(self.dtype)}"
         where = "" if device == "cpu" else f', device="{device}"'
-        shape = f"1, {self.tokens}, {self.heads}, {self.head_dim}"
-        tensors = f"q, k, v = (torch.randn({shape}{dtype}{where}) for _ in range(3))  # (batch, seq, heads, head_dim)"
+        tensors = self._tensors(f"{dtype}{where}")
         if isinstance(self.what, Branches):
             options = [f"{field}={list(getattr(self.what, field))}" for field in ("segment_lengths", "dilation_rates")]
             if self.what.head_offsets != "interleaved":
@@ -149,7 +163,7 @@ class Call:
             lines = [tensors, f"out = dilated_attention(q, k, v, {', '.join(options)})"]
         else:
             pattern, given = code_of(self.what), "pattern"
-            names = {"block_sparse_attention", *re.findall(r"\b[A-Z]\w+(?=\()", pattern)}
+            names = {"block_sparse_attention", *names_in(pattern)}
             lines = [f"pattern = {pattern}", tensors]
             if self.block_size != min(self.what.block_sizes, default=BLOCK_SIZE):
                 names.add("BlockLayout")
@@ -159,8 +173,25 @@ class Call:
             lines.append(f"out = block_sparse_attention(q, k, v, {given})")
         return "\n".join(["import torch", f"from {PACKAGE} import {', '.join(sorted(names))}", "", *lines]) + "\n"
 
+    def _tensors(self, options: str) -> str:
+        """The line, or the two where key heads are fewer, that make q, k and v."""
+        shapes = {
+            heads: f"{self.batch}, {self.tokens}, {heads}, {self.head_dim}"
+            for heads in (self.heads, self.heads_kv or self.heads)
+        }
+        comment = "  # (batch, seq, heads, head_dim)"
+        made = [f"torch.randn({shape}{options})" for shape in shapes.values()]
+        if len(made) == 1:
+            return f"q, k, v = ({made[0]} for _ in range(3)){comment}"
+        return f"q = {made[0]}{comment}\nk, v = ({made[1]} for _ in range(2))"
+
 
 PACKAGE = __name__.partition(".")[0]
+
+
+def names_in(code: str) -> list[str]:
+    """The classes that an expression calls."""
+    return re.findall(r"\b[A-Z]\w+(?=\()", code)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -232,8 +232,10 @@ def _race(console: Console, tokens: int, dense_tokens: int) -> Document:
         "Dense: torch's scaled_dot_product_attention, the faster of two runs.",
         f"Scaled: time x {factor**2:g}, as it is quadratic; memory x {factor:g}, as its fused kernel is linear there.",
         f"By that scaling, dense attention takes {speedup:.1f} x as long as block-sparse.",
-        f"Scores alone, for a kernel that is not fused: {_bytes(scores)} ({scores:,} bytes).",
         "Memory: the peak above the inputs.",
+        f"A kernel that is not fused would hold all scores: {_bytes(scores)} ({scores:,} bytes).",
+        "Fused dense attention holds none, so sparsity gains time over it, and no memory: on a CPU block-sparse "
+        "attention keeps copies of key heads beside what must exist.",
     ):
         console.print(line)
     can, missing = can_measure()

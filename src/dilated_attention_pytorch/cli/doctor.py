@@ -19,12 +19,13 @@ from rich.console import Console
 from rich.markup import escape
 from torch import Tensor
 
+from ..caches import cache_report
 from ..layout import BlockLayout
 from ..memory.devices import Device, as_text
 from ..ops import block_sparse_attention, explain
 from ..patterns import Branches, Causal, DilatedBlocks, GlobalTokens, Pattern, RandomBlocks, SlidingWindow
 from ..testing import Case, assert_exact
-from ..testing.timing import cpu_model, environment
+from ..testing.timing import cpu_model, environment, hint_of_load
 from .call import dtype_name
 from .output import Document, FailedError, one_thread, steps, table
 
@@ -68,8 +69,10 @@ DTYPES = {
 def run(console: Console) -> Document:
     """Print all of it. FailedError if a check fails."""
     devices = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
+    here = environment()
     document: Document = {
-        **{name: value for name, value in environment().items() if name in ("library", "python", "system")},
+        **{name: here[name] for name in ("library", "python", "system")},
+        "threads": {**{name: here[name] for name in ("thread_settings", "load_before")}, "hint": hint_of_load(here)},
         "packages": {name: _version(name) for name in PACKAGES},
         "compiler": _compiler(),
         "devices": [_device(name) for name in devices],
@@ -81,6 +84,8 @@ def run(console: Console) -> Document:
     failed = [check for check in document["checks"] if not check["passed"]]
     document["passed"] = not failed
     _print_checks(console, document["checks"], document["checks_left"], seconds)
+    document["caches"] = [each._asdict() for each in cache_report()]
+    _print_caches(console, document["caches"])
     if failed:
         raise FailedError(f"{len(failed)} of {len(document['checks'])} checks failed: {failed[0]['error']}", document)
     return document
@@ -118,6 +123,8 @@ def _print_installed(console: Console, document: Document) -> None:
         about = f"{each['threads']} threads" if "threads" in each else "capability {}.{}".format(*each["capability"])
         made.add_row(each["device"], each["name"], about, as_text(each["bytes"]))
     console.print(made)
+    if document["threads"]["hint"] is not None:
+        console.print(document["threads"]["hint"], soft_wrap=True)
     if not torch.cuda.is_available():
         built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
         console.print(f"No GPU: this PyTorch is built {built}" + (", but sees none." if torch.version.cuda else "."))
@@ -229,3 +236,12 @@ def _print_checks(console: Console, checks: list[Document], left: int, seconds: 
     console.print(f"{len(checks)} checks of output, lse and gradients in {seconds:.1f} s.")
     if left:
         console.print(f"{left} were left: {LIMIT:.0f} s were over (on a GPU kernels are compiled; run it again).")
+
+
+def _print_caches(console: Console, caches: list[Document]) -> None:
+    title = "Caches after these checks (`clear_caches()` empties them)"
+    made = table("cache", "what it holds", right=("entries", "at most", "bytes"), title=title)
+    for each in caches:
+        bound, nbytes = ("" if each[name] is None else f"{each[name]:,}" for name in ("bound", "nbytes"))
+        made.add_row(each["name"], escape(each["holds"]), f"{each['entries']:,}", bound, nbytes)
+    console.print(made)

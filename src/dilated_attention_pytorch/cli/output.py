@@ -41,7 +41,7 @@ def table(*left: str, right: tuple[str, ...] = (), title: str | None = None) -> 
 def steps(console: Console, total: int) -> Iterator[Callable[[str], None]]:
     """A function to announce each step: a progress bar in a terminal, plain lines in a pipe."""
     if not console.is_terminal:
-        yield lambda text: console.print(f"  {text} ...", markup=False)
+        yield lambda text: console.print(f"  {text} ...", markup=False, soft_wrap=True)
         return
     columns = (TextColumn("  {task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:

@@ -1,4 +1,4 @@
-"""`dilated-attention plan`: will it fit, how long can it be, and the seeds' tables recomputed. Allocates nothing."""
+"""`dilated-attention plan`: will it fit, how long can it be, and the tables of the design documents, recomputed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..patterns import Full, SparsePatternConfig
 from ..planning import AttentionConfig, MemoryPlan, max_sequence_length, plan_memory, recommend
 from .output import Document, FailedError, table
 
-# The seeds' variants; their figures, in GB, were measured on a GTX 1080.
+# The variants of the design documents; their figures, in GB, were measured on a GTX 1080.
 VARIANTS: dict[str, SparsePatternConfig | None] = {
     "Dense": None,
     "90% Sparse": SparsePatternConfig(sparsity_ratio=0.1),
@@ -60,9 +60,15 @@ def run(
     if plan.world_size > 1:
         document["ring"] = _ring(config, tokens, plan)
         console.print(document["ring"], soft_wrap=True)
+    if plan.backend == "sdpa":
+        console.print(
+            "Nothing is left out, so PyTorch's fused kernel runs, which holds no scores: a sparse pattern saves "
+            "time here, and no memory.",
+            soft_wrap=True,
+        )
     advice = {name: value for name, value in options.items() if name != "block_size"}
     sizes = {"heads": config.heads, "heads_kv": config.heads_kv, "head_dim": config.head_dim}
-    console.print("\nAdvice for this length:", style="bold")
+    console.print("\nOther patterns for this length (`recommend`, which does not know yours):", style="bold")
     document["advice"] = _advice(tokens, where, **advice, **sizes)
     for line in document["advice"]:
         console.print(f"  {line}", soft_wrap=True)

@@ -135,6 +135,7 @@ def _right(logits: Tensor, answers: Tensor) -> float:
 
 def plot(study: Study, curves: Mapping[str, Sequence[float]], path: Path) -> None:
     """Right answers by step, the mean of `OVER` steps."""
+    from matplotlib import rcParams
     from matplotlib.figure import Figure
 
     labels = {
@@ -145,12 +146,12 @@ def plot(study: Study, curves: Mapping[str, Sequence[float]], path: Path) -> Non
     }
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
-    for kind, colour in zip(KINDS, ("#0b6e99", "#d9730d", "#6b6b6b"), strict=True):
+    for kind, colour in zip(KINDS, ("#2a8fc0", "#d9730d", "#808080"), strict=True):
         means = torch.tensor(curves[kind])
         means = means.unfold(0, min(OVER, len(means)), 1).mean(-1)
         steps = range(len(curves[kind]) - len(means) + 1, len(curves[kind]) + 1)
         axes.plot(steps, means, color=colour, label=labels[kind])
-    axes.axhline(1 / VALUES, color="black", linestyle=":", linewidth=1, label="guessing")
+    axes.axhline(1 / VALUES, color=rcParams["text.color"], linestyle=":", linewidth=1, label="guessing")
     axes.set_title(f"Associative recall: {study.seq} tokens, the answer at least {study.distance} back")
     axes.set_xlabel("step")
     axes.set_ylabel(f"right answers, mean of {OVER} steps")

@@ -2,160 +2,255 @@
 
 Everything is in the folder of the run:
 
-    checkpoint.safetensors   parameters, optimizer and losses so far; the options and the step as JSON beside them
+    checkpoint.safetensors   parameters, optimizer and the figures so far; the options and the step as JSON beside them
     model.safetensors        the model, when the run is done: `LongNetLM.load` takes it
-    loss.png                 the losses, if matplotlib is installed
+    loss.png                 bits a byte, of training and of the held-out bytes, if matplotlib is installed
+    log.csv, tensorboard/    the same as it goes along, with --log
 
-A step depends on the parameters, the optimizer and its own number alone: its bytes and its dropout are drawn from
-(seed, step). So a run that was killed, at any moment, goes on from its checkpoint when the command is given again, and
-ends where it would have ended.
+A step depends on the parameters, the optimizer, the options and its own number alone: its bytes and its dropout are
+drawn from (seed, step). So a run that was killed, at any moment, goes on from its checkpoint when the command is given
+again, and ends where it would have ended.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 
 from ..models import LongNetConfig, LongNetLM
-from ..models.storage import load_tensors, save_tensors
+from ..models.storage import load_about, load_tensors, save_tensors
 from ..patterns.base import check_int
 from .output import NO_PICTURE, Document, can_draw
+from .printing import escaped
+from .training_log import Log, Row, check_logs, plot, progress
+from .utilization import flops_of_token, matmul_rate
 
-HELD_OUT = 0.05  # the share at the end of the file that is not trained on
 SAMPLE_BYTES = 200
+EVALUATED = 8  # batches of held-out bytes at the most, so that evaluating costs little beside training
 CHECKPOINT, MODEL, PLOT = "checkpoint.safetensors", "model.safetensors", "loss.png"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What a run is made of, apart from its file; two runs with equal options and files are the same run."""
+    """What a run is made of, apart from its file; two runs with equal options and files are the same run.
+
+    Attributes:
+        batch, accumulate: samples of a backward pass, and backward passes of a step.
+        held_out: the share at the end of the file that is not trained on.
+        eval_every: steps between two evaluations of the held-out bytes.
+    """
 
     model: LongNetConfig
     steps: int
     seq_len: int
     batch: int
+    accumulate: int = 1
     learning_rate: float
     warmup: int
+    held_out: float = 0.05
+    eval_every: int = 100
     seed: int
     device: str
     file: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in ("steps", "seq_len", "batch"):
+        for name in ("steps", "seq_len", "batch", "accumulate", "eval_every"):
             check_int(name, getattr(self, name), least=1)
         check_int("warmup", self.warmup, least=0)
         if not 0.0 < self.learning_rate < math.inf:
             raise ValueError(f"learning_rate must be positive and finite, got {self.learning_rate}")
+        if not 0.0 < self.held_out <= 0.5:
+            raise ValueError(f"held_out must be a share of the file in (0, 0.5], got {self.held_out}")
 
 
-def run(console: Console, text: Path, out: Path, options: Options, *, save_every: int = 100) -> Document:
-    """Train until `options.steps`, from the checkpoint in `out` if there is one."""
+def run(
+    console: Console,
+    text: Path,
+    out: Path,
+    options: Options,
+    *,
+    save_every: int = 100,
+    logs: tuple[str, ...] = (),
+    extends: bool = False,
+) -> Document:
+    """Train until `options.steps`, from the checkpoint in `out` if there is one.
+
+    Args:
+        logs: "csv", "tensorboard" or both.
+        extends: whether the checkpoint may be of a run of another number of steps.
+    """
     check_int("save_every", save_every, least=1)
+    check_logs(logs)
     data = text.read_bytes()
-    trained, held_out = _split(data, options.seq_len, text)
-    options = Options(**{**vars(options), "file": {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}})
+    trained, held_out = _split(data, options, text)
+    options = replace(options, file={"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()})
+    before = State.saved_options(out / CHECKPOINT) if (out / CHECKPOINT).exists() else None
+    if before is not None:
+        _check_same(before, options, out, extends)
     out.mkdir(parents=True, exist_ok=True)
-    state = State.resumed(out / CHECKPOINT, options) if (out / CHECKPOINT).exists() else State.new(options)
-    start = len(state.losses)
+    state = State.new(options, text) if before is None else State.resumed(out / CHECKPOINT, options)
     parameters = sum(p.numel() for p in state.model.parameters())
-    console.print(f"{parameters:,} parameters on {options.device}, {len(trained):,} bytes of {text.name}")
-    if start:
-        console.print(f"Going on after step {start} of {options.steps}.")
-    saved = start
+    console.print(
+        f"{parameters:,} parameters on {options.device}, {len(trained):,} bytes of {text.name}",
+        markup=False,
+        soft_wrap=True,
+    )
+    start = len(state.bits)
+    if before is not None:
+        _announce(console, before, options, start)
+    with Log(out, logs, start) as log:
+        _train(console, state, (trained, held_out), options, out, save_every, log)
+    state.model.eval().save(out / MODEL)
+    return {
+        "parameters": parameters,
+        "steps": options.steps,
+        "began_at": start,
+        "training_bits_a_byte": state.bits[-1],
+        "held_out_bits_a_byte": state.curve[-1][1],
+        "curve": [{"step": step, "held_out_bits_a_byte": bits} for step, bits in state.curve],
+        **_finish(console, state, held_out, options, out, [log.name for log in log.writers]),
+    }
+
+
+def options_of_run(out: Path, steps: int | None) -> tuple[Path, Options]:
+    """The file and the options of the run in a folder, with another number of steps if one is given."""
+    path = out / CHECKPOINT
+    if not path.exists():
+        raise ValueError(f"--resume must be the folder of a run, which has a {CHECKPOINT}, got {out}")
+    options, about = State.saved_options(path), load_about(path)
+    if steps is not None and steps < about["step"]:
+        raise ValueError(f"--steps must be at least the {about['step']} that the run in {out} has done, got {steps}")
+    return Path(about["text"]), options if steps is None else replace(options, steps=steps)
+
+
+def _train(
+    console: Console,
+    state: State,
+    data: tuple[Tensor, Tensor],
+    options: Options,
+    out: Path,
+    save_every: int,
+    log: Log,
+) -> None:
+    start = saved = len(state.bits)
+    trained, held_out = data
     try:
-        with _progress(console, start, options.steps) as report:
+        state.evaluate_if_due(held_out, options)  # a run may have been stopped just before
+        most = matmul_rate(options.device) / flops_of_token(state.model, options.seq_len)
+        with progress(console, start, options.steps, most) as report:
             for step in range(start, options.steps):
                 began = perf_counter()
-                loss = state.train(step, trained, options)
-                report(loss, options.batch * options.seq_len / (perf_counter() - began))
+                bits = state.train(step, trained, options)
+                rate = options.accumulate * options.batch * options.seq_len / (perf_counter() - began)
+                held_out_bits = state.evaluate_if_due(held_out, options)
+                row = Row(step + 1, bits, held_out_bits, options.learning_rate * _schedule(step, options), rate)
+                report(row)
+                log.write(row)
                 if (step + 1) % save_every == 0 or step + 1 == options.steps:
                     state.save(out / CHECKPOINT, options)
                     saved = step + 1
     except KeyboardInterrupt:
-        if len(state.losses) > saved:
+        if len(state.bits) > saved:
             state.save(out / CHECKPOINT, options)
-        console.print(f"Stopped after step {len(state.losses)}; the same command goes on.")
+        console.print(f"Stopped after step {len(state.bits)}; the same command goes on.")
         raise
-    state.model.eval().save(out / MODEL)
-    about = {"parameters": parameters, "steps": options.steps, "began_at": start, "loss": state.losses[-1]}
-    return {**about, **_finish(console, state, held_out, options, out)}
 
 
 class State:
-    """What a checkpoint holds: model, optimizer, and the loss of every step so far."""
+    """What a checkpoint holds: model, optimizer, and what every step so far and every evaluation gave.
 
-    def __init__(self, model: LongNetLM, learning_rate: float, losses: list[float]) -> None:
-        self.model, self.losses = model, losses
+    Attributes:
+        text: the file that is learned, for `--resume`.
+        bits: bits a byte of each step's own samples, before the step.
+        curve: (step, bits a byte) of the held-out bytes after that step.
+    """
+
+    def __init__(
+        self, model: LongNetLM, learning_rate: float, text: str, bits: list[float], curve: list[tuple[int, float]]
+    ) -> None:
+        self.model, self.text, self.bits, self.curve = model, text, bits, curve
         matrices = [p for p in model.parameters() if p.ndim > 1]
         rest = [p for p in model.parameters() if p.ndim <= 1]
         groups = [{"params": matrices, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
         self.optimizer = torch.optim.AdamW(groups, lr=learning_rate, betas=(0.9, 0.95))
 
     @classmethod
-    def new(cls, options: Options) -> State:
+    def new(cls, options: Options, text: Path) -> State:
         torch.manual_seed(options.seed)
-        return cls(LongNetLM(options.model).to(options.device), options.learning_rate, [])
+        model = LongNetLM(options.model).to(options.device)
+        return cls(model, options.learning_rate, str(text.resolve()), [], [])
+
+    @staticmethod
+    def saved_options(path: Path) -> Options:
+        about = load_about(path)
+        found = about.get("options", {}) if isinstance(about, dict) else {}
+        if set(found) != {each.name for each in fields(Options)}:
+            raise ValueError(f"{path} was not written by this version of `train`: give another --out")
+        return Options(**{**found, "model": LongNetConfig(**found["model"])})
 
     @classmethod
     def resumed(cls, path: Path, options: Options) -> State:
         tensors, about = load_tensors(path, options.device)
-        wanted = _plain(asdict(options))
-        for name, value in wanted.items():
-            if about["options"].get(name) != value:
-                before, now = _difference(about["options"].get(name), value)
-                raise ValueError(
-                    f"{name} must be what it was when the run began, {before}, to go on from {path}; got {now}. "
-                    "Give another --out for another run"
-                )
-        state = cls(LongNetLM(options.model).to(options.device), options.learning_rate, tensors["losses"].tolist())
-        state.model.load_state_dict(_below("model.", tensors))
+        curve = [(int(step), bits) for step, bits in tensors["curve"].tolist()]
+        model = LongNetLM(options.model).to(options.device)
+        state = cls(model, options.learning_rate, about["text"], tensors["bits"].tolist(), curve)
+        state.model.load_state_dict(below("model.", tensors))
         for name, parameter in state.model.named_parameters():
-            state.optimizer.state[parameter] = _below(f"optimizer.{name}.", tensors)
+            state.optimizer.state[parameter] = below(f"optimizer.{name}.", tensors)
         return state
 
     def save(self, path: Path, options: Options) -> None:
         tensors = {f"model.{name}": x for name, x in self.model.state_dict().items()}
         for name, parameter in self.model.named_parameters():
             tensors |= {f"optimizer.{name}.{key}": x for key, x in self.optimizer.state[parameter].items()}
-        tensors["losses"] = torch.tensor(self.losses, dtype=torch.float64)
-        save_tensors(path, tensors, {"step": len(self.losses), "options": _plain(asdict(options))})
+        tensors["bits"] = torch.tensor(self.bits, dtype=torch.float64)
+        tensors["curve"] = torch.tensor(self.curve, dtype=torch.float64).view(-1, 2)
+        save_tensors(path, tensors, {"step": len(self.bits), "text": self.text, "options": asdict(options)})
 
     def train(self, step: int, data: Tensor, options: Options) -> float:
-        """One step of AdamW; its loss in nats a byte."""
+        """One step of AdamW; its loss in bits a byte."""
         torch.manual_seed(options.seed * 1_000_003 + step + 1)
         for group in self.optimizer.param_groups:
             group["lr"] = options.learning_rate * _schedule(step, options)
-        first = torch.randint(len(data) - options.seq_len, (options.batch,))
+        first = torch.randint(len(data) - options.seq_len, (options.accumulate * options.batch,))
         rows = data[first[:, None] + torch.arange(options.seq_len + 1)].long().to(options.device)
         self.model.train()
-        loss = _loss(self.model, rows)
         self.optimizer.zero_grad()
-        loss.backward()
+        losses = []
+        for part in rows.split(options.batch):
+            loss = _loss(self.model, part) / options.accumulate
+            loss.backward()
+            losses.append(loss.detach())
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
-        self.losses.append(loss.item())
-        if not math.isfinite(self.losses[-1]):
-            raise RuntimeError(f"the loss of step {step + 1} is {self.losses[-1]}: try a lower learning rate")
-        return self.losses[-1]
+        self.bits.append(torch.stack(losses).sum().item() / math.log(2))
+        if not math.isfinite(self.bits[-1]):
+            raise RuntimeError(f"the loss of step {step + 1} is {self.bits[-1]}: try a lower learning rate")
+        return self.bits[-1]
+
+    def evaluate_if_due(self, held_out: Tensor, options: Options) -> float | None:
+        """Bits a byte of the held-out bytes if this is the step for it, and they are not known."""
+        step = len(self.bits)
+        due = step > 0 and (step % options.eval_every == 0 or step == options.steps)
+        if not due or (self.curve and self.curve[-1][0] >= step):
+            return None
+        self.model.eval()
+        self.curve.append((step, _evaluate(self.model, held_out, options)))
+        return self.curve[-1][1]
 
 
 def _loss(model: LongNetLM, rows: Tensor) -> Tensor:
     """Nats a byte, each row's successors given what is before them; bfloat16 on a GPU."""
     with torch.autocast("cuda", dtype=torch.bfloat16, enabled=rows.is_cuda):
-        logits = model(rows[:, :-1])
-    return cross_entropy(logits.float().flatten(0, 1), rows[:, 1:].flatten())
+        return model.loss(rows[:, :-1], rows[:, 1:])
 
 
 def _schedule(step: int, options: Options) -> float:
@@ -166,12 +261,12 @@ def _schedule(step: int, options: Options) -> float:
     return 0.55 + 0.45 * math.cos(math.pi * done)
 
 
-def _split(data: bytes, seq_len: int, text: Path) -> tuple[Tensor, Tensor]:
+def _split(data: bytes, options: Options, text: Path) -> tuple[Tensor, Tensor]:
     """What is trained on and what is held out, as tensors of bytes."""
-    held_out = max(seq_len + 1, int(HELD_OUT * len(data)))
+    held_out = max(options.seq_len + 1, int(options.held_out * len(data)))
     if len(data) < 2 * held_out:
         raise ValueError(
-            f"text must have at least {2 * held_out} bytes for seq_len {seq_len}, got {len(data)} ({text})"
+            f"text must have at least {2 * held_out} bytes for seq_len {options.seq_len}, got {len(data)} ({text})"
         )
     both = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     return both[:-held_out], both[-held_out:]
@@ -179,65 +274,59 @@ def _split(data: bytes, seq_len: int, text: Path) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def _evaluate(model: LongNetLM, held_out: Tensor, options: Options) -> float:
-    """Nats a byte over the held-out bytes, in rows of `seq_len`."""
+    """Bits a byte over rows of `seq_len` of the held-out bytes; if they are many, over some from everywhere."""
     rows = held_out[: len(held_out) // (options.seq_len + 1) * (options.seq_len + 1)].view(-1, options.seq_len + 1)
-    losses = [_loss(model, row[None].long().to(options.device)).item() for row in rows]
-    return sum(losses) / len(losses)
+    most = EVALUATED * options.batch * options.accumulate
+    if len(rows) > most:
+        rows = rows[torch.arange(most) * len(rows) // most]
+    parts = [part.long().to(options.device) for part in rows.split(options.batch)]
+    return sum(_loss(model, part).item() * len(part) for part in parts) / len(rows) / math.log(2)
 
 
-def _finish(console: Console, state: State, held_out: Tensor, options: Options, out: Path) -> Document:
-    bits = _evaluate(state.model, held_out, options) / math.log(2)
-    console.print(f"Held-out bytes: {bits:.3f} bits a byte.")
+def _check_same(before: Options, options: Options, out: Path, extends: bool) -> None:
+    """Refuse to go on from the checkpoint of another run."""
+    was, now = _plain(asdict(before)), _plain(asdict(options))
+    for name in now:
+        if was[name] != now[name] and not (extends and name == "steps"):
+            old, new = _difference(was[name], now[name])
+            instead = "Give another --out for another run"
+            if name == "steps":
+                instead = f"`dilated-attention train --resume {out} --steps {new}` goes on to another number of them"
+            raise ValueError(
+                f"{name} must be what it was when the run began, {old}, to go on from {out / CHECKPOINT}; got {new}. "
+                f"{instead}"
+            )
+
+
+def _announce(console: Console, before: Options, options: Options, start: int) -> None:
+    console.print(f"Going on after step {start} of {options.steps}.")
+    if before.steps != options.steps and start < options.steps:
+        rate = options.learning_rate * _schedule(start, options)
+        console.print(
+            f"The run was to have {before.steps}. From here on the learning rate is that of a run of {options.steps}, "
+            f"{rate:.2e} in the next step.",
+            soft_wrap=True,
+        )
+
+
+def _finish(console: Console, state: State, held_out: Tensor, options: Options, out: Path, logs: list[str]) -> Document:
+    console.print(f"Held-out bytes: {state.curve[-1][1]:.3f} bits a byte.")
     draw = torch.Generator(options.device).manual_seed(options.seed)
     prompt = held_out[None, : min(64, options.seq_len)].long().to(options.device)
     sample = state.model.generate(prompt, SAMPLE_BYTES, temperature=0.8, generator=draw)[0].tolist()
     written_by_it = bytes(sample).decode("utf-8", errors="replace")
-    console.print(written_by_it, markup=False)
-    written = [MODEL, CHECKPOINT]
+    console.print(escaped(written_by_it), markup=False, soft_wrap=True)
+    written = [MODEL, CHECKPOINT, *logs]
     if can_draw():
-        _plot(state.losses, out / PLOT)
+        plot(state.bits, state.curve, out / PLOT)
         written.append(PLOT)
     else:
         console.print(NO_PICTURE, markup=False)
     console.print(f"Written to {out}: {', '.join(written)}", soft_wrap=True)
-    return {"bits_a_byte": bits, "sample": written_by_it, "written": [str(out / name) for name in written]}
+    return {"sample": written_by_it, "written": [str(out / name) for name in written]}
 
 
-def _plot(losses: list[float], path: Path) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.subplots()
-    bits = torch.tensor(losses) / math.log(2)
-    window = max(1, len(losses) // 50)
-    axes.plot(range(1, len(losses) + 1), bits, color="tab:blue", alpha=0.3, linewidth=0.8)
-    axes.plot(range(window, len(losses) + 1), bits.unfold(0, window, 1).mean(-1), color="tab:blue")
-    axes.set_xlabel("step")
-    axes.set_ylabel(f"bits a byte, each step and the mean of {window}")
-    axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=120)
-
-
-@contextmanager
-def _progress(console: Console, start: int, steps: int) -> Iterator[Callable[[float, float], None]]:
-    """A function to report a step: a progress bar in a terminal, ten lines or so in a pipe."""
-    if not console.is_terminal:
-        done = iter(range(start + 1, steps + 1))
-
-        def line(loss: float, rate: float) -> None:
-            step = next(done)
-            if step == steps or step % max(1, steps // 10) == 0:
-                console.print(f"  step {step}: loss {loss:.4f}, {rate:,.0f} tokens/s")
-
-        yield line
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console) as bar:
-        task = bar.add_task("", total=steps, completed=start)
-        yield lambda loss, rate: bar.update(task, advance=1, description=f"loss {loss:.4f}, {rate:,.0f} tokens/s")
-
-
-def _below(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def below(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)}
 
 

@@ -1,31 +1,45 @@
 """Ranks agree on what they are about to do together: a difference is an error on every rank, and names itself.
 
-One small message when they agree; the words are exchanged only when they do not.
+One small message when they agree; the words are exchanged only when they do not. The message may travel while the call
+goes on (`Check`), as far as what is sent meanwhile cannot be taken for something else.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
-from functools import lru_cache, wraps
+from functools import wraps
 from hashlib import blake2b
-from typing import ParamSpec, TypeVar
+from typing import NoReturn, ParamSpec, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.checkpoint import _StopRecomputationError
 
+from ..caches import cached, register_cache
 from ..layout import BlockLayout
-from .control import gather_numbers, gather_texts
-from .exchange import RingError
+from ..patterns import RangePattern
+from ..patterns.base import shown
+from .control import Gathering, begin_gather, gather_texts
+from .exchange import RingError, check_group
 
 NUMBERS = 4  # that a rank tells the others besides, at most
+WHAT = "the agreement on a call"
+AGREEMENTS = ("always", "first", "never")
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+def check_agreement(agreement: object) -> None:
+    if agreement not in AGREEMENTS:
+        raise ValueError(f"agreement must be one of {list(AGREEMENTS)}, got {shown(agreement)}")
 
 
 def agree(group: dist.ProcessGroup, description: dict[str, str], *numbers: int, more: bool = False) -> Tensor:
@@ -35,19 +49,66 @@ def agree(group: dist.ProcessGroup, description: dict[str, str], *numbers: int, 
     """
     if dist.get_world_size(group) == 1:
         return torch.tensor([numbers], dtype=torch.int64)
-    call = _call.get() or _Call()
-    call.told = True
-    what = "the agreement on a call"
-    told = gather_numbers(group, [digest(description), *numbers, *[0] * (NUMBERS - len(numbers))], what)
-    if (told[:, 0] != told[0, 0]).any():
-        descriptions = [json.loads(text) for text in gather_texts(group, json.dumps(description), what)]
-        refusals = {rank: each["refused"] for rank, each in enumerate(descriptions) if "refused" in each}
-        if refusals:
-            told_by = "; ".join(f"rank {rank}: {reason}" for rank, reason in refusals.items())
-            raise RingError(f"a rank refused the call that this one makes too ({told_by})")
-        raise ValueError(f"the ranks of a ring must make the same call, but differ in {differences(descriptions)}")
-    call.told = not more
-    return told[:, 1 : 1 + len(numbers)]
+    told = Check(group, description, *numbers).settle()
+    (_call.get() or _Call()).told = not more
+    return told
+
+
+class Check:
+    """What this rank is about to do, on its way to the others: one small message, which nobody waits for before
+    `settle`. All ranks of a group begin their checks in the same order.
+
+    As a context: what stops this rank before it has settled is raised after it, so that no other rank waits.
+
+    Attributes:
+        tag: tells this call from all others of the group, the same on every rank that makes it.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, description: dict[str, str], *numbers: int) -> None:
+        self._group, self._description, self._count = group, description, len(numbers)
+        own = digest(description)
+        self.tag = call_tag(group, own)
+        (_call.get() or _Call()).told = True
+        told = [own, *numbers, *[0] * (NUMBERS - len(numbers))]
+        self._gathering: Gathering | None = begin_gather(group, told, WHAT)
+        self._numbers = torch.empty(0, dtype=torch.int64)
+
+    def settle(self) -> Tensor:
+        """[ranks, numbers], once all ranks have told theirs and describe the same; else an error that names the
+        difference."""
+        if self._gathering is None:
+            return self._numbers
+        gathering, self._gathering = self._gathering, None
+        told = gathering.wait()
+        if (told[:, 0] != told[0, 0]).any():
+            _raise_difference(self._group, self._description)
+        self._numbers = told[:, 1 : 1 + self._count]
+        return self._numbers
+
+    def __enter__(self) -> Check:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None and issubclass(kind, Exception):
+            self.settle()
+
+
+def _raise_difference(group: dist.ProcessGroup, description: dict[str, str]) -> NoReturn:
+    descriptions = [json.loads(text) for text in gather_texts(group, json.dumps(description), WHAT)]
+    refusals = {rank: each["refused"] for rank, each in enumerate(descriptions) if "refused" in each}
+    if refusals:
+        told_by = "; ".join(f"rank {rank}: {reason}" for rank, reason in refusals.items())
+        raise RingError(f"a rank refused the call that this one makes too ({told_by})")
+    raise ValueError(f"the ranks of a ring must make the same call, but differ in {differences(descriptions)}")
+
+
+_counts: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
+
+
+def call_tag(group: dist.ProcessGroup, what: int) -> int:
+    """An even number below 2³¹ for the next call of a group: of this one, and of what it does."""
+    _counts[group] = _counts.get(group, 0) + 1
+    return digest(what, _counts[group]) % (1 << 30) * 2
 
 
 class _Call:
@@ -72,6 +133,8 @@ def broadcast_refusal(group: dist.ProcessGroup) -> Iterator[None]:
     token = _call.set(call)
     try:
         yield
+    except _StopRecomputationError:  # how activation checkpointing ends what it computes again: no refusal
+        raise
     except Exception as error:
         if not call.told:
             reason = (str(error).splitlines() or [""])[0]
@@ -80,6 +143,13 @@ def broadcast_refusal(group: dist.ProcessGroup) -> Iterator[None]:
         raise
     finally:
         _call.reset(token)
+
+
+def told_to_all(group: dist.ProcessGroup | None) -> AbstractContextManager[None]:
+    """`broadcast_refusal` where there is a ring, but not in a graph: what a trace refuses, it refuses on all ranks."""
+    if group is None or torch.compiler.is_dynamo_compiling():
+        return nullcontext()
+    return broadcast_refusal(check_group(group))
 
 
 def untraced(function: Callable[P, T]) -> Callable[P, T]:
@@ -94,7 +164,39 @@ def untraced(function: Callable[P, T]) -> Callable[P, T]:
     return call
 
 
-@lru_cache(maxsize=100)
+KINDS = 1000
+_kinds: WeakKeyDictionary[dist.ProcessGroup, OrderedDict[int, None]] = WeakKeyDictionary()
+register_cache(
+    "distributed.agreement._kinds",
+    "kinds of calls that the ranks of a ring have agreed on, so many of each process group",
+    bound=KINDS,
+    entries=lambda: sum(len(kinds) for kinds in [*_kinds.values()]),
+    clear=_kinds.clear,
+)
+
+
+def is_known(group: dist.ProcessGroup, kind: int) -> bool:
+    """Whether the ranks have agreed on such a call before."""
+    return kind in _kinds.get(group, ())
+
+
+def remember_kind(group: dist.ProcessGroup, kind: int) -> None:
+    kinds = _kinds.setdefault(group, OrderedDict())
+    kinds[kind] = None
+    if len(kinds) > KINDS:
+        kinds.popitem(last=False)
+
+
+def what_kind(what: object) -> str:
+    """A layout or pattern without the numbers of its documents and other ranges: these differ from step to step."""
+    if isinstance(what, RangePattern):
+        return type(what).__name__
+    parts = getattr(what, "parts", ()) or getattr(what, "patterns", ())
+    inner = ", ".join(map(what_kind, parts))
+    return f"{type(what).__name__}({inner})" if parts else fingerprint(what)
+
+
+@cached(100, "layouts, patterns and placements as ranks compare them")
 def fingerprint(what: object) -> str:
     """A layout, pattern or placement as the ranks compare it: short, and different for different values."""
     if isinstance(what, BlockLayout):

@@ -67,9 +67,30 @@ def _drawn_name(key: str, rank: int, timeout: timedelta) -> Iterator[dist.Store]
             world.delete_key(key)
 
 
+class Gathering:
+    """Numbers of every rank, under way. All ranks begin it together."""
+
+    def __init__(self, group: dist.ProcessGroup, own: Tensor, what: str) -> None:
+        control, self.what = control_group(group), what
+        self._of_all, self._own = [torch.empty_like(own) for _ in range(control.size())], own
+        with or_broken(what):
+            self._work = control.allgather([self._of_all], [own])
+
+    def wait(self) -> Tensor:
+        """[ranks, numbers]."""
+        with or_broken(self.what):
+            self._work.wait()
+        return torch.stack(self._of_all)
+
+
+def begin_gather(group: dist.ProcessGroup, numbers: Sequence[int], what: str) -> Gathering:
+    """int64 [ranks, numbers], when it is waited for: the numbers, below 2⁶³, of every rank. All ranks call it."""
+    return Gathering(group, torch.tensor(numbers, dtype=torch.int64), what)
+
+
 def gather_numbers(group: dist.ProcessGroup, numbers: Sequence[int], what: str) -> Tensor:
     """int64 [ranks, numbers]: the numbers, below 2⁶³, of every rank. All ranks call it."""
-    return _gathered(group, torch.tensor(numbers, dtype=torch.int64), what)
+    return begin_gather(group, numbers, what).wait()
 
 
 def gather_texts(group: dist.ProcessGroup, text: str, what: str) -> list[str]:
@@ -77,7 +98,7 @@ def gather_texts(group: dist.ProcessGroup, text: str, what: str) -> list[str]:
     own = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
     lengths = gather_numbers(group, [len(own)], what)[:, 0]
     padded = torch.cat((own, own.new_zeros(int(lengths.max()) - len(own))))
-    of_all = _gathered(group, padded, what)
+    of_all = Gathering(group, padded, what).wait()
     return [bytes(one[:length].tolist()).decode() for one, length in zip(of_all, lengths.tolist(), strict=True)]
 
 
@@ -88,11 +109,3 @@ def swap(group: dist.ProcessGroup, told: Sequence[Tensor], lengths: Sequence[int
     with or_broken(what):
         control.alltoall_base(heard, torch.cat(list(told)), list(lengths), [len(each) for each in told]).wait()
     return heard.split(list(lengths))
-
-
-def _gathered(group: dist.ProcessGroup, own: Tensor, what: str) -> Tensor:
-    control = control_group(group)
-    of_all = [torch.empty_like(own) for _ in range(control.size())]
-    with or_broken(what):
-        control.allgather([of_all], [own]).wait()
-    return torch.stack(of_all)

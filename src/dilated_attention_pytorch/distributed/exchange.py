@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from ..caches import cached
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -59,7 +60,7 @@ def backend_for(group: dist.ProcessGroup, device: torch.device) -> str | None:
     return backends.get(device.type, through_host)
 
 
-@lru_cache
+@cached(128, "backends of process groups, by device")
 def _backends(config: str) -> dict[str, str]:
     return {device: backend for device, _, backend in (pair.partition(":") for pair in config.split(","))}
 
@@ -122,34 +123,59 @@ def count_traffic() -> Iterator[Traffic]:
 
 @dataclass
 class Pending:
-    """An exchange under way."""
+    """Messages under way: `wait` for what comes, then `finish` what goes. One that is dropped before takes its messages
+    with it: gloo never sends them, and the other rank waits.
+
+    Attributes:
+        arriving, leaving: what is waited for, and with whom.
+        held: what is being sent.
+        received: where it arrives.
+        device: where the received tensors belong, if not where they arrive.
+    """
 
     what: str
-    works: list[tuple[str, Any]] = field(default_factory=list)
-    held: list[Tensor] = field(default_factory=list)  # what is being sent
+    arriving: list[tuple[str, Any]] = field(default_factory=list)
+    leaving: list[tuple[str, Any]] = field(default_factory=list)
+    held: list[Tensor] = field(default_factory=list)
     received: list[Tensor] = field(default_factory=list)
-    device: torch.device | None = None  # where the received tensors belong, if not where they arrive
+    device: torch.device | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(x.numel() * x.element_size() for x in (*self.held, *self.received))
 
     def wait(self) -> list[Tensor]:
-        """What was received. Once."""
-        for peer, work in self.works:
-            with or_broken(self.what, peer):
-                work.wait()
-        self.works, self.held = [], []
+        """What was received, once it is here. Once. What is sent may still be on its way."""
+        self._wait(self.arriving)
         received, self.received = self.received, []
         return [x.to(self.device) for x in received] if self.device is not None else received
+
+    def finish(self) -> None:
+        """Wait until what is sent has left."""
+        self._wait(self.leaving)
+        self.held = []
+
+    def _wait(self, works: list[tuple[str, Any]]) -> None:
+        while works:
+            peer, work = works.pop(0)
+            with or_broken(self.what, peer):
+                work.wait()
 
 
 def exchange(
     group: dist.ProcessGroup,
     what: str,
     *,
+    tag: int = 0,
     send: tuple[int, Sequence[Tensor]] | None = None,
     receive: tuple[int, Sequence[Tensor]] | None = None,
 ) -> Pending:
     """Begin to send tensors to one rank and to receive into others from one rank; ranks are counted in the group.
 
     The tensors are contiguous. Those that are received into may be read after `wait`.
+
+    Args:
+        tag: messages of another tag are never taken for these, over gloo.
     """
     pending = Pending(what)
     works: list[tuple[str, dist.P2POp]] = []
@@ -157,25 +183,77 @@ def exchange(
         if message is None:
             continue
         peer, tensors = message
-        # Gloo has no way from GPU to GPU: through the host's memory then.
-        staged = tensors[0].device.type != "cpu" and backend_for(group, tensors[0].device) == "gloo"
-        if staged and not is_send:
-            pending.device = tensors[0].device
-        placed = [_on_host(x, copy=is_send) for x in tensors] if staged else list(tensors)
+        placed = _placed(group, pending, tensors, copy=is_send)
         operation, place = (dist.isend, "to") if is_send else (dist.irecv, "from")
-        works += [(f"{place} rank {peer}", dist.P2POp(operation, x, group=group, group_peer=peer)) for x in placed]
+        works += [
+            (f"{place} rank {peer}", dist.P2POp(operation, x, group=group, tag=tag, group_peer=peer)) for x in placed
+        ]
         (pending.held if is_send else pending.received).extend(placed)
         if is_send:
-            for traffic in _counting:
-                traffic.bytes += sum(x.numel() * x.element_size() for x in tensors)
-                traffic.messages += len(tensors)
+            _count(tensors)
     if works:
         with or_broken(what, works[0][0]):
             begun = dist.batch_isend_irecv([operation for _, operation in works])
-        # Some backends give one handle for all.
-        names = [name for name, _ in works] if len(begun) == len(works) else ["with its neighbours"] * len(begun)
-        pending.works = list(zip(names, begun, strict=True))
+        if len(begun) == len(works):
+            num_sent = len(pending.held)
+            named = [(name, work) for (name, _), work in zip(works, begun, strict=True)]
+            pending.leaving, pending.arriving = named[:num_sent], named[num_sent:]
+        else:  # one handle for all
+            pending.arriving = [("with its neighbours", work) for work in begun]
     return pending
+
+
+def broadcast(group: dist.ProcessGroup, what: str, source: int, tensors: Sequence[Tensor]) -> Pending:
+    """Begin to send tensors of one rank to all, who receive into theirs. All ranks call it."""
+    pending, is_source = Pending(what), dist.get_rank(group) == source
+    placed = _placed(group, pending, tensors, copy=is_source)
+    with or_broken(what, f"from rank {source}"):
+        works = [dist.broadcast(x, group=group, group_src=source, async_op=True) for x in placed]
+    pending.arriving = [(f"from rank {source}", work) for work in works]
+    if is_source:
+        _count(tensors)
+        pending.held, pending.leaving, pending.arriving = placed, pending.arriving, []
+    else:
+        pending.received = placed
+    return pending
+
+
+def add_up(group: dist.ProcessGroup, what: str, target: int, tensors: Sequence[Tensor]) -> Pending:
+    """Begin to add the tensors of all ranks up at one, which receives the sums. All ranks call it."""
+    pending, is_target = Pending(what), dist.get_rank(group) == target
+    placed = _placed(group, pending, tensors, copy=True)
+    with or_broken(what, f"to rank {target}"):
+        works = [dist.reduce(x, group=group, group_dst=target, async_op=True) for x in placed]
+    named = [(f"to rank {target}", work) for work in works]
+    if is_target:
+        pending.received, pending.arriving = placed, named
+    else:
+        _count(tensors)
+        pending.held, pending.leaving = placed, named
+    return pending
+
+
+def of_first_rank(group: dist.ProcessGroup, x: Tensor, what: str) -> Tensor:
+    """The first rank's value of a tensor, where the tensor is. All ranks call it."""
+    (placed,) = _placed(group, Pending(what), [x], copy=True)
+    with or_broken(what, "from rank 0"):
+        dist.broadcast(placed, group=group, group_src=0)
+    return placed.to(x.device)
+
+
+def _placed(group: dist.ProcessGroup, pending: Pending, tensors: Sequence[Tensor], *, copy: bool) -> list[Tensor]:
+    """The tensors where the group moves them: gloo has no way from GPU to GPU, they go through the host's memory."""
+    device = tensors[0].device
+    if device.type == "cpu" or backend_for(group, device) != "gloo":
+        return list(tensors)
+    pending.device = device
+    return [_on_host(x, copy=copy) for x in tensors]
+
+
+def _count(tensors: Sequence[Tensor]) -> None:
+    for traffic in _counting:
+        traffic.bytes += sum(x.numel() * x.element_size() for x in tensors)
+        traffic.messages += len(tensors)
 
 
 def _on_host(x: Tensor, *, copy: bool) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..layout import BlockLayout
 from ..layout.eager import plain_cache
 from ..patterns import Causal, Pattern
-from ..patterns.base import check_flag, check_int
+from ..patterns.base import Value, check_flag, check_int
 from ..patterns.blocks import ceil_div, check_block_size
 from .agreement import agree, broadcast_refusal, fingerprint
 from .exchange import Group, check_device, check_group, or_broken
@@ -27,7 +27,7 @@ ROWS_COUNTED = 1 << 14  # rows of blocks whose work is counted at a time
 
 
 @dataclass(frozen=True)
-class Placement:
+class Placement(Value):
     """The ranks of a ring and the whole blocks of the sequence that each holds, in ascending order.
 
     Make one with `contiguous`, `of_lengths`, `zigzag` or `balanced`.
@@ -54,6 +54,7 @@ class Placement:
                 f"every one of {self.world_size} ranks must hold a block, but {self.num_blocks} blocks of "
                 f"{self.block_size} tokens leave rank {missing[0]} without; take smaller blocks or fewer ranks"
             )
+        super().__post_init__()
 
     @classmethod
     def contiguous(cls, seq: int, world_size: int, *, block_size: int = 128) -> Placement:
@@ -152,8 +153,17 @@ class Placement:
         """The runs of tokens of a rank."""
         return [slice(a * self.block_size, min(b * self.block_size, self.seq)) for a, b in self._runs(rank)]
 
+    def positions(self, rank: int) -> Tensor:
+        """Where in the whole sequence each token of a rank is, int64."""
+        return torch.cat([torch.arange(run.start, run.stop) for run in self.tokens(rank)])
+
     def num_tokens(self, rank: int) -> int:
         return sum(run.stop - run.start for run in self.tokens(rank))
+
+    @property
+    def lengths(self) -> list[int]:
+        """The tokens of each rank."""
+        return [self.num_tokens(rank) for rank in range(self.world_size)]
 
     def load(self, work: Tensor) -> Tensor:
         """The work of each rank, given that of each block; float64."""
@@ -165,6 +175,12 @@ class Placement:
             raise ValueError(f"rank must be from 0 to {self.world_size - 1}, got {rank}")
         edges = pairwise((*self.starts, self.num_blocks))
         return [edge for edge, owner in zip(edges, self.ranks, strict=True) if owner == rank]
+
+
+@plain_cache(16, "places of a rank's tokens in the whole sequence")
+def positions_on(placement: Placement, rank: int, device: torch.device) -> Tensor:
+    """`Placement.positions`, remembered."""
+    return placement.positions(rank).to(device)
 
 
 def _equal(seq: int, block_size: int, parts: int) -> list[int]:
@@ -190,7 +206,7 @@ def _dealt_out(work: list[int], world_size: int) -> list[int]:
     return ranks
 
 
-@plain_cache(16)
+@plain_cache(16, "numbers of blocks of rows, to balance shards by")
 def row_work(layout_or_pattern: BlockLayout | Pattern, seq: int, block_size: int, *, is_causal: bool = False) -> Tensor:
     """int64 [blocks]: how many blocks of block_size² the queries of each block attend to, over all lists of heads."""
     num_rows = ceil_div(seq, block_size)

@@ -8,13 +8,17 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
-from torch.utils._pytree import tree_leaves
 from transformers import masking_utils
+
+from ..distributed import Placement, ShardMask
+from ..distributed.carrier import Carrier
+from ..patterns import Pattern
+from .hf_cache import Kept, PatternCache
 
 
 class Facts(NamedTuple):
@@ -23,12 +27,15 @@ class Facts(NamedTuple):
     Attributes:
         model: the class that asked for it.
         is_causal: whether queries see no later key.
-        crosses: whether keys are of another sequence than queries; None if nobody said.
+        crosses: whether keys are of another sequence than queries; None if unknown.
         window: how far back and forth queries see, in tokens; None is no bound.
         cached: whether keys lie in a cache and queries are the last of them.
         dropped: how many keys a cache has dropped before the first one.
         packed: whether rows hold several documents.
         recomputed: the number of keys, where a cache must be read as a whole sequence, of which queries are the end.
+        placement: over a ring, who holds which tokens; queries and keys are this rank's.
+        kept: of each layer, what a `PatternCache` keeps for it; None of other caches. The mask is that of the whole
+            sequence then, and `of_what_is_kept` makes that of a layer of it.
     """
 
     model: str
@@ -39,71 +46,69 @@ class Facts(NamedTuple):
     dropped: int = 0
     packed: bool = False
     recomputed: int | None = None
+    placement: Placement | None = None
+    kept: tuple[Kept | None, ...] | None = None
 
 
-class Mask(Tensor):
+class Mask(Carrier):
     """What a model of transformers hides, in the place of its mask of queries × keys, which is never made.
-
-    It has the shape and dtype of that mask, so that models pass it on, can be moved to a device, and no more.
 
     Attributes:
         facts: see `Facts`.
-        lengths: int64 [batch], how many keys there are, new ones included; a cache may have room for more. On the CPU.
-        key_padding_mask: bool [batch, keys], True where nobody sees the key.
+        lengths: int64 [batch], how many keys there are, new ones included; a cache may have room for more.
+        places: the same for patterns that count from the first token: without what is padding before it, and with what
+            a cache has dropped. None where it is the same.
+        key_padding_mask: bool [batch, keys], True where no query sees the key.
         first_tokens: int64 [batch], the first token of each row that is not padding; None if all are 0.
-        real_lengths: lengths without what lies before the first token, where that is padding. On the CPU.
         document_ids: int64 [batch, keys], tokens see each other only where it is the same.
+        settled: int64 [batch], how many tokens there were when a `PatternCache` last dropped keys.
+
+    Beside these it has the columns of layers that choose blocks, `columns_0` and so on, in the order of their numbers:
+    what their scorer knows of the keys in the cache (`ops.cache_blocks`).
     """
 
-    COUNTS = ("lengths", "real_lengths")  # read to find blocks: on a GPU every layer would wait for them
-    TENSORS = (*COUNTS, "key_padding_mask", "first_tokens", "document_ids")
+    # All on the device: a CUDA graph takes no others, and every layer would copy them.
+    TENSORS = ("lengths", "places", "key_padding_mask", "first_tokens", "document_ids", "settled")
     facts: Facts
     lengths: Tensor
+    places: Tensor | None
     key_padding_mask: Tensor | None
     first_tokens: Tensor | None
-    real_lengths: Tensor | None
     document_ids: Tensor | None
+    settled: Tensor | None
 
-    @staticmethod
-    def __new__(cls, shape: tuple[int, ...], device: torch.device, facts: Facts, **tensors: Tensor | None) -> Mask:
-        self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=device)
-        self.facts = facts
-        for name in cls.TENSORS:
-            setattr(self, name, tensors.get(name))
-        return self
+    def with_columns(self, columns: dict[int, Tensor]) -> Mask:
+        names, (shape, device, facts) = self.__tensor_flatten__()
+        given = {name: getattr(self, name) for name in names}
+        return Mask(shape, device, facts, **given | {f"columns_{layer}": x for layer, x in columns.items()})
 
-    def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
-        names = [name for name in self.TENSORS if getattr(self, name) is not None]
-        return names, (tuple(self.shape), self.device, self.facts)
+    def columns(self, layer: int | None) -> Tensor | None:
+        return getattr(self, f"columns_{layer}", None)
 
-    @staticmethod
-    def __tensor_unflatten__(tensors: dict[str, Any], context: tuple[Any, ...], *_: Any) -> Mask:
-        return Mask(*context, **tensors)
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        aten, options = torch.ops.aten, kwargs or {}
-        if func not in (aten.detach.default, aten.alias.default, aten.clone.default, aten._to_copy.default):
-            _refuse_use(func, args, options)
-        mask = args[0]
-        if options.get("dtype", torch.bool) != torch.bool:
-            _refuse_use(options["dtype"], args, options)
-        names, (shape, device, facts) = mask.__tensor_flatten__()
-        device = options.get("device", device)
-        moved = {name: getattr(mask, name).to("cpu" if name in cls.COUNTS else device) for name in names}
-        return cls(shape, device, facts, **moved)
-
-    def __repr__(self) -> str:  # type: ignore[override]
-        return f"Mask(shape={list(self.shape)}, {self.facts})"
+    def refusal(self, use: object) -> str:
+        return (
+            f"{self.facts.model} cannot be given a pattern: it looks into the mask that it asks for ({use}), which is "
+            "for attention by transformers' AttentionInterface alone; it attends, or chooses keys, by itself as well"
+        )
 
 
-def _refuse_use(use: object, *arguments: object) -> NoReturn:
-    # No TypeError: Python would make "unsupported operand type(s) for +: 'Tensor' and 'Mask'" of it.
-    model = next(x.facts.model for x in tree_leaves(arguments) if isinstance(x, Mask))
-    raise ValueError(
-        f"{model} cannot be given a pattern: it looks into the mask that it asks for ({use}), which is for attention "
-        "by transformers' AttentionInterface alone; it attends, or chooses keys, by itself as well"
-    )
+SomeTensor = TypeVar("SomeTensor", Tensor, Tensor | None)
+
+
+def put_back(x: SomeTensor, count: int) -> SomeTensor:
+    """(batch, seq, …) with `count` tokens before it, whose position counts and which no query sees.
+
+    What a cache has dropped is outside of the model's window.
+    """
+    return x if x is None or count == 0 else pad(x, (*[0] * 2 * (x.ndim - 2), count, 0))
+
+
+def turned(x: SomeTensor, by: Tensor) -> SomeTensor:
+    """(batch, seq, …) where token `by` of each row becomes its first, and those before it its last."""
+    if x is None:
+        return x
+    place = (torch.arange(x.shape[1], device=x.device) + by[:, None]) % x.shape[1]
+    return torch.take_along_dim(x, place.reshape(*place.shape, *[1] * (x.ndim - 2)), dim=1)
 
 
 class Unmasked:
@@ -125,6 +130,7 @@ def mask_of_call(
     *,
     anchored: bool,
     longest: int | None,
+    over_ring: bool = False,
     **of_other_masks: Any,
 ) -> Mask:
     """See `AttentionMaskInterface`.
@@ -132,9 +138,20 @@ def mask_of_call(
     Args:
         anchored: whether a pattern depends on where the sequence begins.
         longest: sequence that patterns are registered for, if they are for one.
+        over_ring: whether patterns are registered over a ring.
     """
-    call = _call_of_model()
+    call = call_of_model()
     rule = _understood(mask_function, call.model)
+    if isinstance(attention_mask, ShardMask):
+        if not over_ring:
+            raise ValueError(f"{call.model} was given a shard of a batch, but its pattern is registered without group=")
+        shard = (batch_size, 1, q_length, kv_length)
+        return _of_shard(attention_mask, rule, call, shard, anchored=anchored, longest=longest)
+    if over_ring and int(q_offset) == 0:
+        raise ValueError(
+            f"{call.model} attends over a ring, so its inputs must be a rank's shard, from shard_batch or load_shard, "
+            "attention_mask included; to generate, give it the cache of prefill"
+        )
     first, length = int(q_offset), int(q_offset) + q_length
     if longest is not None and length > longest:
         raise ValueError(f"registered for length={longest}, got a sequence of {length} tokens")
@@ -145,13 +162,16 @@ def mask_of_call(
             f"token {first} on, {kv_length} keys, and no causal mask"
         )
     keys = length - kv_offset
-    tensors = {"lengths": torch.full((batch_size,), keys)}
+    tensors = {"lengths": torch.full((batch_size,), keys, device=device)}
     if attention_mask is not None:
-        tensors |= _padding(attention_mask, kv_offset, kv_length, tensors["lengths"], call.model)
+        tensors |= _padding(attention_mask, kv_offset, kv_length, call.model)
     if rule.document_ids is not None:
         tensors["document_ids"] = rule.document_ids
     elif rule.is_causal and not cached and "key_padding_mask" not in tensors:
         _refuse_packed(call, attention_mask)
+    cache = call.past_key_values if isinstance(call.past_key_values, PatternCache) else None
+    if cache is not None:
+        tensors |= _announced(cache, length, tensors)
     # A row of a cache is no sequence where some new tokens are padding, or lie in another chunk than the others.
     recomputed = cached and anchored and "first_tokens" in tensors and int(tensors["first_tokens"].max()) > first
     if rule.chunk is not None:
@@ -165,20 +185,72 @@ def mask_of_call(
     if rule.is_causal and not cached:  # a cache may have room for more
         wide = [name for name in ("key_padding_mask", "document_ids") if name in tensors]
         tensors |= {name: tensors[name][:, :q_length] for name in wide}
+    dropped = kv_offset if anchored else 0
+    if cached and anchored and (dropped or "first_tokens" in tensors):
+        tensors["places"] = tensors["lengths"] + (dropped - tensors.get("first_tokens", 0))
     facts = Facts(
         model=call.model,
         is_causal=rule.is_causal,
         crosses=call.crosses,
         window=rule.window,
         cached=cached,
-        dropped=kv_offset if anchored else 0,
+        dropped=dropped,
         packed=rule.document_ids is not None,
         recomputed=keys if recomputed else None,
+        kept=None if cache is None else cache.kept,
     )
     return Mask((batch_size, 1, q_length, kv_length), torch.device(device), facts, **tensors)
 
 
-def _padding(attention_mask: Tensor, kv_offset: int, kv_length: int, lengths: Tensor, model: str) -> dict[str, Tensor]:
+def _of_shard(
+    own: ShardMask, rule: _Rule, call: Call, shape: tuple[int, ...], *, anchored: bool, longest: int | None
+) -> Mask:
+    """The mask of a call over a ring, of a rank's tokens."""
+    facts = own.facts
+    if shape[2:] != (own.shape[1],) * 2:
+        raise ValueError(
+            f"over a ring nothing is cached, and all tokens of a rank attend at once: {call.model} got "
+            f"{own.shape[1]} tokens of the shard, {shape[2]} queries and {shape[3]} keys"
+        )
+    taker = _taker_of_labels()
+    if taker is not None:
+        raise ValueError(
+            f"{taker} must get no labels over a ring: its own loss would be wrong, for the label of a shard's last "
+            "token is on another rank; take ring_loss(logits, labels, mesh), of the labels of shard_batch"
+        )
+    if longest is not None and facts.placement.seq > longest:
+        raise ValueError(f"registered for length={longest}, got a sequence of {facts.placement.seq} tokens")
+    if anchored and facts.begins_late:
+        raise ValueError(
+            "over a ring a sequence must begin with its first token: a pattern that depends on positions cannot leave "
+            f"out padding on the left, which {call.model} got"
+        )
+    tensors: dict[str, Tensor | None] = {"lengths": torch.full(shape[:1], own.shape[1], device=own.device)}
+    tensors["key_padding_mask"] = ~own.tokens if facts.padded else None
+    tensors["document_ids"] = own.document_ids
+    of_call = Facts(
+        model=call.model,
+        is_causal=rule.is_causal,
+        crosses=call.crosses,
+        window=rule.window,
+        packed=own.document_ids is not None,
+        placement=facts.placement,
+    )
+    return Mask(shape, own.device, of_call, **tensors)
+
+
+def _taker_of_labels() -> str | None:
+    """The model above that was given labels, if one was: it would shift those of a shard by itself."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        model = frame.f_locals.get("self")
+        if isinstance(model, nn.Module) and frame.f_locals.get("labels") is not None:
+            return type(model).__name__
+        frame = frame.f_back
+    return None
+
+
+def _padding(attention_mask: Tensor, kv_offset: int, kv_length: int, model: str) -> dict[str, Tensor]:
     """What a `Mask` holds of a mask of real tokens, (batch, seq)."""
     if attention_mask.ndim != 2:
         raise ValueError(f"attention_mask must be (batch, seq), got {list(attention_mask.shape)} ({model})")
@@ -188,8 +260,60 @@ def _padding(attention_mask: Tensor, kv_offset: int, kv_length: int, lengths: Te
     tensors = {"key_padding_mask": ~pad(seen, (0, kv_offset + kv_length - seen.shape[1]))[:, kv_offset:]}
     first_tokens = seen.int().argmax(1)
     if first_tokens.any():
-        tensors |= {"first_tokens": first_tokens, "real_lengths": lengths - first_tokens.cpu()}
+        tensors["first_tokens"] = first_tokens
     return tensors
+
+
+def _announced(cache: PatternCache, length: int, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tell the cache of a call, and the mask of what the cache has dropped before it."""
+    told = {"settled": torch.full_like(tensors["lengths"], cache.settled)}
+    firsts = None
+    if "key_padding_mask" in tensors:
+        seen = ~tensors["key_padding_mask"][:, :length]
+        # A row of which nothing has come but padding begins later.
+        first = torch.where(seen.any(1), seen.int().argmax(1), length)
+        if first.any():
+            told["first_tokens"], firsts = first, tuple(first.tolist())
+    cache.announce(length, firsts)
+    return told
+
+
+def of_what_is_kept(mask: Mask, module: nn.Module, pattern: Pattern, keys: int) -> Mask:
+    """The mask of a layer that was given this many keys, from that of the whole sequence.
+
+    A row has its first tokens and its last ones, without those between them that its cache has dropped. It is read as
+    the sequence that they make (`layout.look_back` says why a pattern sees the same in it), at the right end.
+    """
+    assert mask.facts.kept is not None
+    assert mask.settled is not None
+    kind, number, length = type(module).__name__, getattr(module, "layer_idx", None), mask.shape[3]
+    kept = mask.facts.kept[number] if number is not None and number < len(mask.facts.kept) else None
+    if kept is None:
+        raise ValueError(f"PatternCache keeps nothing for {kind}, layer {number}")
+    left = mask.facts.window[0]
+    if pattern.text != kept.pattern or (kept.window is not None and (left is None or left > kept.window)):
+        raise ValueError(
+            f"PatternCache was made for {kept.pattern} inside a window of {kept.window}, but layer {number} attends "
+            f"over {pattern.text} inside one of {left}: make another PatternCache"
+        )
+    if keys == length or kept.look_back is None:
+        return mask
+    look_back = kept.look_back
+    first = torch.zeros_like(mask.lengths) if mask.first_tokens is None else mask.first_tokens
+    behind = (mask.settled - first - (look_back.first + look_back.back)).clamp(min=0)
+    dropped = behind // look_back.step * look_back.step
+    places = mask.lengths - first - dropped
+    own = torch.arange(keys, device=places.device) - (keys - places)[:, None]
+    token = (first[:, None] + own + torch.where(own < look_back.first, 0, dropped[:, None])).clamp(min=0)
+    tensors: dict[str, Tensor | None] = {"lengths": torch.full_like(mask.lengths, keys)}
+    if mask.key_padding_mask is not None:
+        tensors["key_padding_mask"] = mask.key_padding_mask.gather(1, token) | (own < 0)
+    if mask.document_ids is not None:
+        tensors["document_ids"] = mask.document_ids.gather(1, token)
+    if mask.first_tokens is not None:
+        tensors |= {"first_tokens": keys - places, "places": places}
+    facts = mask.facts._replace(kept=None, recomputed=None if mask.facts.recomputed is None else keys)
+    return Mask((*mask.shape[:3], keys), mask.device, facts, **tensors)
 
 
 def _chunks(chunk_size: int, left_padding: Tensor, kv_length: int, kv_offset: int) -> Tensor:
@@ -203,28 +327,35 @@ def _both(document_ids: Tensor | None, chunks: Tensor) -> Tensor:
     return chunks if document_ids is None else document_ids * chunks.shape[1] + chunks
 
 
-def _refuse_packed(call: _Call, attention_mask: Tensor | None) -> None:
-    """transformers tells documents apart only without a cache and without a mask; nobody else would say a word."""
-    if call.past_key_values is None and attention_mask is None:
+def _refuse_packed(call: Call, attention_mask: Tensor | None) -> None:
+    """transformers tells documents apart only without a cache and without a mask, and where a model gives its mask the
+    positions; nothing else would report it."""
+    told = call.mask_has_positions
+    if told and call.past_key_values is None and attention_mask is None:
         return
     positions = call.position_ids
     if isinstance(positions, Tensor) and positions.ndim == 2 and (positions[:, 1:] == 0).any():
+        got = "a mask that knows no positions"
+        if told:
+            got = "a cache" if attention_mask is None else "an attention_mask"
         raise ValueError(
             f"position_ids begin again at 0: packed documents are kept apart with use_cache=False and no "
-            f"attention_mask alone, {call.model} got {'a cache' if attention_mask is None else 'an attention_mask'}"
+            f"attention_mask alone, {call.model} got {got}"
         )
 
 
-class _Call(NamedTuple):
+class Call(NamedTuple):
     """What is known of the call of a model that asks for a mask."""
 
     model: str
     crosses: bool | None
     position_ids: Tensor | None
+    mask_has_positions: bool
     past_key_values: object
+    module: nn.Module | None
 
 
-def _call_of_model() -> _Call:
+def call_of_model() -> Call:
     """Found in the frames above: transformers does not pass on whose queries and keys a mask is for."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename != masking_utils.__file__:
@@ -232,12 +363,15 @@ def _call_of_model() -> _Call:
     given = {} if frame is None else frame.f_locals
     while frame is not None and not isinstance(frame.f_locals.get("self"), nn.Module):
         frame = frame.f_back
-    others = given.get("encoder_hidden_states")
-    return _Call(
+    others, of_mask = given.get("encoder_hidden_states"), given.get("position_ids")
+    of_model = None if frame is None else frame.f_locals.get("position_ids")
+    return Call(
         model="the model" if frame is None else type(frame.f_locals["self"]).__name__,
         crosses=others is not None and others is not given["inputs_embeds"] if "inputs_embeds" in given else None,
-        position_ids=given.get("position_ids"),
+        position_ids=of_model if of_mask is None else of_mask,
+        mask_has_positions=of_mask is not None,
         past_key_values=given.get("past_key_values"),
+        module=None if frame is None else frame.f_locals["self"],
     )
 
 

@@ -12,24 +12,27 @@ import inspect
 import re
 import sys
 import warnings
-from collections.abc import Mapping
-from functools import lru_cache, partial, wraps
+from collections.abc import Callable, Mapping
+from functools import partial, wraps
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ..caches import cached
+from ..patterns import Pattern
 from ..patterns.base import constant_in_graphs
 
-NAMES: set[str] = set()  # that patterns are registered under
+# Names that are registered, and the pattern of each layer by its number.
+NAMES: dict[str, Callable[[int], Pattern]] = {}
 
 
-def keep(name: str) -> None:
+def keep(name: str, pattern_of: Callable[[int], Pattern]) -> None:
     """From now on models that are given this name are looked at."""
     if not NAMES:
         _look_at_models()
-    NAMES.add(name)
+    NAMES[name] = pattern_of
 
 
 def _look_at_models() -> None:
@@ -92,7 +95,7 @@ class _Watch:
         for handle in self.handles:
             handle.remove()
         kind, name = type(model), model.config._attn_implementation
-        silent = Calls.count == self.before and name in NAMES and any(map(_is_attention, model.modules()))
+        silent = Calls.count == self.before and name in NAMES and any(map(is_attention, model.modules()))
         if silent and kind not in warned:
             warned.add(kind)
             warnings.warn(
@@ -113,7 +116,7 @@ class Calls:
         Calls.count += 1
 
 
-def _is_attention(module: nn.Module) -> bool:
+def is_attention(module: nn.Module) -> bool:
     return "Attention" in type(module).__name__
 
 
@@ -132,7 +135,7 @@ def verify(model: PreTrainedModel, inputs: Mapping[str, Any] | None = None) -> d
     """
     calls = _calls_of_modules(model, _made_up(model) if inputs is None else inputs)
     called = _innermost([name for name, count in calls.items() if count])
-    silent = _innermost([name for name in calls if not calls[name] and _is_attention(model.get_submodule(name))])
+    silent = _innermost([name for name in calls if not calls[name] and is_attention(model.get_submodule(name))])
     silent = [name for name in silent if not any(_is_inside(name, other) for other in called)]
     if silent or not called:
         who = [f"{name} ({type(model.get_submodule(name)).__name__})" for name in silent] or ["no module"]
@@ -193,7 +196,7 @@ def _made_up(model: PreTrainedModel) -> dict[str, Tensor]:
     raise ValueError(f"inputs must be given: what {type(model).__name__} takes as {main} cannot be made up")
 
 
-@lru_cache
+@cached(128, "attention classes of models that do not call registered patterns")
 def _bypass(model: type) -> tuple[list[str], str | None]:
     """The attention classes of a model that do not call the interface, as far as its source says; why it is none."""
     parts = _built_of(model)
@@ -235,7 +238,7 @@ def _built_of(model: type) -> dict[type, str]:
     return found
 
 
-@lru_cache
+@cached(128, "source of the classes of a module of models")
 def _sources(module: str) -> dict[str, tuple[str, frozenset[str]]]:
     """Of each class of a module, its source and the names in its constructor."""
     try:

@@ -12,38 +12,48 @@ chunk, padding, and other documents of a packed row. Scale, dropout, softcap and
 honoured raises an error that names it: cross-attention, and models that compute attention themselves, above all.
 
 Positions are counted from the first token of a row that is not padding, so a prompt that is padded on the left
-generates what it generates alone. Generating with a cache gives what computing the whole sequence again would give.
+generates what it generates alone. Generating with a cache gives what computing the whole sequence again would give;
+with a `PatternCache` (`hf_cache.py`) in memory that does not grow with the text, for patterns that do not look back
+without bound.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from inspect import signature
-from typing import Any, NamedTuple, TypeVar
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
+from torch.distributed import ProcessGroup
 
 try:
     from transformers import AttentionInterface, AttentionMaskInterface
 except ModuleNotFoundError as error:
     raise ImportError("transformers is not installed: pip install transformers") from error
 
+from ..caches import cached
+from ..distributed import ShardMask, ring_block_sparse_attention
+from ..distributed.agreement import told_to_all
+from ..distributed.exchange import Group, check_group
 from ..layout.eager import value_cache
+from ..nn import Adaptive
+from ..nn.adaptive_rule import load_adaptive
 from ..ops import block_sparse_attention, decode_attention
 from ..ops.choose import check_backend
-from ..patterns import And, Blocks, DilatedBlocks, Documents, Full, Or, Pattern, PerHead, RandomBlocks, SlidingWindow
+from ..patterns import And, Blocks, Documents, Full, KeyRanges, Or, Pattern, PerHead, SlidingWindow
 from ..patterns.base import check_int, constant_in_graphs
 from ..patterns.blocks import BlockPattern, ceil_div
-from .hf_mask import Facts, Mask, Unmasked, mask_of_call
+from .hf_adaptive import Chooser, own_lengths, trainable, with_summaries
+from .hf_bias import check_position_bias, of_same_tokens
+from .hf_cache import PatternCache
+from .hf_mask import Facts, Mask, Unmasked, mask_of_call, of_what_is_kept, put_back, turned
 from .hf_models import Calls, keep, verify
+from .hf_ring import prefill
 
-__all__ = ["register", "verify"]
-
-SomeTensor = TypeVar("SomeTensor", Tensor, Tensor | None)
+__all__ = ["PatternCache", "prefill", "register", "trainable", "verify"]
 
 # Keywords that reach every attention of transformers and change nothing in it.
 WITHOUT_EFFECT = frozenset(
@@ -67,41 +77,53 @@ OF_PACKING = frozenset({"cu_seq_lens_k", "cu_seq_lens_q", "max_length_k", "max_l
 
 def register(
     name: str,
-    pattern: Pattern,
+    pattern: Pattern | Adaptive | str | Path,
     *,
-    layers: Mapping[int, Pattern | None] | None = None,
+    layers: Mapping[int, Pattern | Adaptive | None] | None = None,
     length: int | None = None,
     backend: str = "auto",
+    group: Group | None = None,
 ) -> None:
     """Make `model.set_attn_implementation(name)`, or `attn_implementation=name`, compute attention over `pattern`.
 
     Args:
         name: any that transformers does not give a meaning to. A name that is registered again changes at once in
             every model that uses it.
-        pattern: who may attend, of what the model allows.
-        layers: another pattern for some layers, by number; None is dense.
+        pattern: who may attend, of what the model allows; or an `Adaptive`, by which every layer chooses its blocks
+            from its queries and keys, or a file of `dilated-attention calibrate` with one for each layer. Layers with
+            a window or chunks of their own keep those, and choose nothing.
+        layers: another pattern, or another choice, for some layers, by number; None is dense.
         length: take patterns whose rows depend on the length of the sequence (`RandomBlocks`, a `DilatedBlocks` with a
             budget) as those of a sequence of this many tokens. Generating with a cache needs it for them: without it a
             longer sequence would change what its first tokens see. Longer sequences are then refused.
         backend: see `block_sparse_attention`.
+        group: a ring, a process group or a DeviceMesh of one dimension: models with this name are given a rank's part
+            of a sequence, `model(**inputs)` of `shard_batch`, and attend over the ring. Their own `labels=` are
+            refused, see `ring_loss`; to generate see `prefill`.
     """
     _check_name(name)
     if length is not None:
         check_int("length", length, least=1)
     if not isinstance(layers, Mapping | None):
         raise TypeError(f"layers must map numbers of layers to patterns, as in {{0: None}}, got {layers!r}")
-    own = {} if layers is None else dict(layers)
+    own: dict[int, Pattern | Adaptive | None] = {} if layers is None else dict(layers)
+    if isinstance(pattern, str | Path):
+        pattern, of_layers = load_adaptive(pattern)
+        own = {**of_layers, **own}
     for number in own:
         check_int("every layer of layers", number, least=0)
+    if group is not None and any(isinstance(each, Adaptive) for each in (pattern, *own.values())):
+        raise ValueError("an Adaptive cannot be honoured over a ring (group=): no rank has all queries and keys")
     attention = _Attention(
         default=_layer(pattern, length),
         layers={number: _layer(Full() if p is None else p, length) for number, p in own.items()},
         length=length,
         backend=check_backend(backend),
+        group=None if group is None else check_group(group),
     )
     AttentionInterface.register(name, attention.attend)
     AttentionMaskInterface.register(name, attention.mask)
-    keep(name)
+    keep(name, attention.pattern_of)
 
 
 def _check_name(name: str) -> None:
@@ -120,11 +142,14 @@ class _Layer(NamedTuple):
     pattern: Pattern
     anchored: bool  # does it depend on where the sequence begins?
     unsteady: str | None  # the part, if any, of which a row depends on the length of the sequence
+    chooser: Chooser | None = None  # chooses blocks where the model has no window
 
 
-def _layer(pattern: Pattern, length: int | None) -> _Layer:
+def _layer(pattern: Pattern | Adaptive, length: int | None) -> _Layer:
+    if isinstance(pattern, Adaptive):
+        return _Layer(Full(), True, None, Chooser(pattern, pattern.module()))
     if not isinstance(pattern, Pattern):
-        raise TypeError(f"pattern must be a Pattern, got {type(pattern).__name__}")
+        raise TypeError(f"pattern must be a Pattern or an Adaptive, got {type(pattern).__name__}")
     if length is not None:
         pattern = _of_length(pattern, length)
     parts = list(_parts(pattern))
@@ -145,7 +170,7 @@ def _parts(pattern: Pattern) -> Iterator[Pattern]:
 
 
 def _is_unsteady(part: Pattern) -> bool:
-    return isinstance(part, RandomBlocks | Documents) or (isinstance(part, DilatedBlocks) and part.sparsity_ratio < 1)
+    return isinstance(part, Documents | KeyRanges) or (isinstance(part, BlockPattern) and part.depends_on_length)
 
 
 def _of_length(pattern: Pattern, length: int) -> Pattern:
@@ -169,12 +194,24 @@ class _Attention:
     layers: dict[int, _Layer]
     length: int | None
     backend: str
+    group: ProcessGroup | None = None
 
     @torch.compiler.disable
-    def mask(self, *call: Any, **keywords: Any) -> Mask:
+    def mask(
+        self, batch_size: int, q_length: int, kv_length: int, q_offset: int | Tensor = 0, *call: Any, **keywords: Any
+    ) -> Mask:
         """See `AttentionMaskInterface`: what a call of the model hides. Runs once a call, outside of any graph."""
-        anchored = any(layer.anchored for layer in (self.default, *self.layers.values()))
-        return mask_of_call(*call, **keywords, anchored=anchored, longest=self.length)
+        layers, before = (self.default, *self.layers.values()), int(q_offset)
+        anchored = any(layer.anchored for layer in layers)
+        of_shard = isinstance(keywords.get("attention_mask"), ShardMask)
+        with told_to_all(self.group if of_shard else None):
+            mask = mask_of_call(
+                batch_size, q_length, kv_length, before, *call, **keywords,
+                anchored=anchored, longest=self.length, over_ring=self.group is not None,
+            )  # fmt: skip
+        if all(layer.chooser is None for layer in layers):
+            return mask
+        return with_summaries(mask, before, lambda number: self.layers.get(number, self.default).chooser)
 
     def attend(
         self,
@@ -189,28 +226,50 @@ class _Attention:
         sliding_window: int | None = None,
         softcap: float | None = None,
         s_aux: Tensor | None = None,
+        position_bias: Tensor | None = None,
         **keywords: Any,
     ) -> tuple[Tensor, None]:
         """See `AttentionInterface`: (batch, heads, seq, head_dim) in, (batch, seq, heads, head_dim) out."""
         Calls.add()
-        mask = _mask_of(module, query, key, attention_mask, is_causal)
-        _refuse(module, mask.facts, is_causal, sliding_window, keywords)
-        layer = self._layer_of(module)
+        over_ring = isinstance(attention_mask, Mask) and attention_mask.facts.placement is not None
+        with told_to_all(self.group if over_ring else None):
+            layer = self._layer_of(module)
+            if isinstance(attention_mask, Mask) and attention_mask.facts.kept is not None:
+                attention_mask = of_what_is_kept(attention_mask, module, layer.pattern, key.shape[2])
+            mask = _mask_of(module, query, key, attention_mask, is_causal)
+            _refuse(module, mask.facts, is_causal, sliding_window, keywords)
+            if mask.facts.cached:
+                _refuse_in_cache(layer, dropout)
+            check_position_bias(module, query, key, mask.facts, position_bias, chooses=layer.chooser is not None)
         pattern = _narrowed(layer.pattern, *mask.facts.window)
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         options: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": s_aux, "backend": self.backend}
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-        narrow = value.shape[-1] != key.shape[-1]  # as in the latent attention of DeepSeek
-        if narrow:
-            head_dim = max(key.shape[-1], value.shape[-1])
-            q, k, v = (pad(x, (0, head_dim - x.shape[-1])) for x in (q, k, v))
-        if mask.facts.cached:
-            _refuse_in_cache(layer, dropout)
+        chooser = layer.chooser if mask.facts.window == (None, None) else None
+        if chooser is not None:
+            chooser = chooser.inside(module)
         if isinstance(mask, Mask) and mask.facts.cached and mask.facts.recomputed is None:
-            out = _decode(q, k, v, pattern, mask, layer.anchored, options)
-        else:
-            out = _attend(q, k, v, pattern, mask, layer.anchored, options | {"dropout_p": dropout})
-        return out[..., : value.shape[-1]] if narrow else out, None
+            if chooser is None:
+                return _decode(q, k, v, pattern, mask, layer.anchored, options), None
+            k, v, hidden, lengths = _cache_of(k, v, mask, True)
+            columns = mask.columns(getattr(module, "layer_idx", None))
+            return chooser.step(q, k, v, lengths, hidden, columns, options), None
+        options["dropout_p"] = dropout
+        if position_bias is not None:
+            options["bias"] = position_bias
+        if isinstance(mask, Mask) and mask.facts.placement is not None:
+            assert self.group is not None
+            return _attend_over_ring(q, k, v, pattern, mask, self.group, options), None
+        return _attend(q, k, v, pattern if chooser is None else chooser, mask, layer.anchored, options), None
+
+    def pattern_of(self, number: int) -> Pattern:
+        """Of a layer."""
+        return self.layers.get(number, self.default).pattern
+
+    def rule_of(self, module: nn.Module) -> Adaptive | None:
+        """By which an attention module chooses its blocks."""
+        chooser = self._layer_of(module).chooser
+        return None if chooser is None else chooser.rule
 
     def _layer_of(self, module: nn.Module) -> _Layer:
         if not self.layers:
@@ -281,10 +340,10 @@ OF_ONE_SEQUENCE = frozenset(
 @constant_in_graphs
 def _takes_another(kind: type[nn.Module]) -> bool:
     """Whether such modules can be called with another sequence to attend to."""
-    return not OF_ONE_SEQUENCE.issuperset(_parameters(kind))  # type: ignore[arg-type]
+    return not OF_ONE_SEQUENCE.issuperset(_parameters(kind))
 
 
-@lru_cache
+@cached(128, "parameters of attention classes")
 def _parameters(kind: type) -> tuple[str, ...]:
     return tuple(signature(kind.forward).parameters)  # type: ignore[attr-defined]
 
@@ -321,7 +380,7 @@ def _attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    pattern: Pattern,
+    pattern: Pattern | Chooser,
     mask: Mask | type[Unmasked],
     anchored: bool,
     options: dict[str, Any],
@@ -330,53 +389,59 @@ def _attend(
     hidden, ids, first = mask.key_padding_mask, mask.document_ids, mask.first_tokens if anchored else None
     earlier = 0
     if mask.facts.recomputed is not None:
-        k, v = (_put_back(x[:, : mask.facts.recomputed], mask.facts.dropped) for x in (k, v))
+        k, v = (put_back(x[:, : mask.facts.recomputed], mask.facts.dropped) for x in (k, v))
         cut = (None if x is None else x[:, : mask.facts.recomputed] for x in (hidden, ids))
-        hidden, ids = (_put_back(x, mask.facts.dropped) for x in cut)
+        hidden, ids = (put_back(x, mask.facts.dropped) for x in cut)
         earlier = k.shape[1] - q.shape[1]
-        q = _put_back(q, earlier)
+        q = put_back(q, earlier)
     elif mask.facts.is_causal:  # a cache may have room for more
         k, v = k[:, : q.shape[1]], v[:, : q.shape[1]]
     if first is not None:
-        q, k, v = (_turned(x, first) for x in (q, k, v))
-        hidden, ids = (_turned(x, first) for x in (hidden, ids))
+        q, k, v = (turned(x, first) for x in (q, k, v))
+        hidden, ids = (turned(x, first) for x in (hidden, ids))
     options = options | {"key_padding_mask": hidden, "document_ids": ids}
-    out = block_sparse_attention(q, k, v, pattern, is_causal=mask.facts.is_causal, **options)
+    if "bias" in options:
+        options["bias"] = of_same_tokens(options["bias"], mask.facts, first, len(q), earlier)
+    out: Any
+    if isinstance(pattern, Chooser):
+        out = pattern.attend(q, k, v, mask.facts.is_causal, own_lengths(hidden), options)
+    else:
+        out = block_sparse_attention(q, k, v, pattern, is_causal=mask.facts.is_causal, **options)
     assert isinstance(out, Tensor)
-    whole = out if first is None else _turned(out, -first)
+    whole = out if first is None else turned(out, -first)
     return whole[:, earlier:] if earlier else whole
+
+
+def _attend_over_ring(
+    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, mask: Mask, group: ProcessGroup, options: dict[str, Any]
+) -> Tensor:
+    out = ring_block_sparse_attention(
+        q, k, v, pattern, group=group, placement=mask.facts.placement, is_causal=mask.facts.is_causal,
+        key_padding_mask=mask.key_padding_mask, document_ids=mask.document_ids, **options,
+    )  # fmt: skip
+    assert isinstance(out, Tensor)
+    return out
 
 
 def _decode(
     q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, mask: Mask, anchored: bool, options: dict[str, Any]
 ) -> Tensor:
     """New tokens against a cache: what their rows would be if the whole sequence was computed again."""
-    hidden, lengths, first = mask.key_padding_mask, mask.lengths, mask.first_tokens
-    if anchored:
-        k, v, hidden = (*(_put_back(x, mask.facts.dropped) for x in (k, v)), _put_back(hidden, mask.facts.dropped))
-        if first is not None and mask.real_lengths is not None:
-            k, v, hidden = (*(_turned(x, first) for x in (k, v)), _turned(hidden, first))
-            lengths = mask.real_lengths
-        lengths = lengths + mask.facts.dropped
+    k, v, hidden, lengths = _cache_of(k, v, mask, anchored)
     out = decode_attention(q, k, v, pattern, lengths=lengths, key_padding_mask=hidden, **options)
     assert isinstance(out, Tensor)
     return out
 
 
-def _put_back(x: SomeTensor, count: int) -> SomeTensor:
-    """(batch, seq, …) with `count` tokens before it, whose place counts and which nobody looks at.
-
-    What a cache has dropped is outside of the model's window.
-    """
-    return x if x is None or count == 0 else pad(x, (*[0] * 2 * (x.ndim - 2), count, 0))
-
-
-def _turned(x: SomeTensor, by: Tensor) -> SomeTensor:
-    """(batch, seq, …) where token `by` of each row becomes its first, and those before it its last."""
-    if x is None:
-        return x
-    place = (torch.arange(x.shape[1], device=x.device) + by[:, None]) % x.shape[1]
-    return torch.take_along_dim(x, place.reshape(*place.shape, *[1] * (x.ndim - 2)), dim=1)
+def _cache_of(k: Tensor, v: Tensor, mask: Mask, anchored: bool) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """Keys, values, which of them are hidden, and how many there are; where it counts, from the first real token on."""
+    hidden, lengths, first = mask.key_padding_mask, mask.lengths, mask.first_tokens
+    if anchored and mask.places is not None:
+        k, v, hidden = (*(put_back(x, mask.facts.dropped) for x in (k, v)), put_back(hidden, mask.facts.dropped))
+        if first is not None:
+            k, v, hidden = (*(turned(x, first) for x in (k, v)), turned(hidden, first))
+        lengths = mask.places
+    return k, v, hidden, lengths
 
 
 def _narrowed(pattern: Pattern, left: int | None, right: int | None) -> Pattern:
@@ -384,6 +449,6 @@ def _narrowed(pattern: Pattern, left: int | None, right: int | None) -> Pattern:
     return pattern if left is None and right is None else _inside(pattern, left, right)
 
 
-@value_cache
+@value_cache(128, "patterns inside the windows of models")
 def _inside(pattern: Pattern, left: int | None, right: int | None) -> Pattern:
     return pattern & SlidingWindow(left, right)

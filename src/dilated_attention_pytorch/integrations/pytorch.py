@@ -186,7 +186,7 @@ class PatternMultihead(Multihead):
 
 
 def _check_causal(attn_mask: Tensor, is_causal: bool, seq: int) -> bool:
-    """True, if that is what the mask says. Inside a graph, where nobody can look, `is_causal` is believed."""
+    """True, if that is what the mask says. Inside a graph, where values cannot be read, `is_causal` is trusted."""
     if torch.compiler.is_compiling() and is_causal:
         return True
     future = torch.ones(seq, seq, dtype=torch.bool, device=attn_mask.device).triu(1)

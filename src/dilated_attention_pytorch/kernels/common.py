@@ -88,10 +88,12 @@ def key_bounds(query, rule, t, rules, documents, num_intervals, seq_q, seq_k, DO
     last = tl.minimum(position + tl.load(at + 1), tl.minimum(tl.load(at + 2), seq_k) - 1)
     last = tl.where(position < tl.load(at + 3), last, -1)
     if DOCUMENTS:
-        same = tl.load(at + 4) > 0
+        key_range = tl.load(at + 4)
         known = tl.minimum(query, seq_q - 1)
-        first = tl.where(same, tl.maximum(first, tl.load(documents + known)), first)
-        last = tl.where(same, tl.minimum(last, tl.load(documents + seq_q + known) - 1), last)
+        if DOCUMENTS == 2:  # there are several ranges
+            documents += (tl.maximum(key_range, 1) - 1).to(tl.int64) * (2 * seq_q)
+        first = tl.where(key_range > 0, tl.maximum(first, tl.load(documents + known)), first)
+        last = tl.where(key_range > 0, tl.minimum(last, tl.load(documents + seq_q + known) - 1), last)
     return first, last
 
 
@@ -106,6 +108,60 @@ def query_bounds(key, rules, seq_q, seq_k):
 
 
 @triton.jit
+def bits_allow(
+    entry, row, unit, stop, t, rule_ids, rules, bitmaps, num_intervals,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, HAS_RULE_IDS: tl.constexpr, BITMAPS: tl.constexpr,
+):  # fmt: skip
+    """What the bitmaps allow that interval `t` of a tile's rules names (`layout.bitmaps`), as the tile stands: queries
+    × keys, or keys × queries where BITMAPS is 2.
+
+    Args:
+        entry, row, unit: of every word of the tile its entry of the list, its query's row in the block, and which 16
+            keys of the block it is; their shapes broadcast to that of the words. A word is read once for 16 pairs.
+    """
+    rule = entry * 0
+    if HAS_RULE_IDS:
+        rule = tl.load(rule_ids + tl.maximum(tl.minimum(entry, stop - 1), 0))
+    named = tl.load(rules + (rule * num_intervals + t) * 5 + 4)
+    at = tl.maximum(-1 - named, 0).to(tl.int64) * (BLOCK_Q * (BLOCK_K // 16))
+    words = tl.load(bitmaps + at + row * (BLOCK_K // 16) + unit, mask=(named + row * 0 + unit * 0) < 0, other=-1)
+    lane = tl.arange(0, 16)
+    if BITMAPS == 2:
+        bits = words.to(tl.int32)[:, None, :] >> lane[None, :, None]
+        bits = bits.reshape(words.shape[0] * 16, words.shape[1])
+    else:
+        bits = words.to(tl.int32)[:, :, None] >> lane[None, None, :]
+        bits = bits.reshape(words.shape[0], words.shape[1] * 16)
+    return (bits & 1) != 0
+
+
+@triton.jit
+def walked_units(first, i, BLOCK: tl.constexpr, TILE: tl.constexpr):
+    """Of tile `i` of a list of key blocks, the entry of every 16 keys, and which 16 of their block they are."""
+    unit = tl.arange(0, TILE // 16)
+    if TILE <= BLOCK:
+        entry = first + i // (BLOCK // TILE) + unit * 0
+        unit += i % (BLOCK // TILE) * (TILE // 16)
+    else:
+        entry = first + i * (TILE // BLOCK) + unit // (BLOCK // 16)
+        unit = unit % (BLOCK // 16)
+    return entry[None, :], unit[None, :]
+
+
+@triton.jit
+def walked_rows(first, i, BLOCK: tl.constexpr, TILE: tl.constexpr):
+    """Of tile `i` of a list of query blocks, the entry of every query, and its row in the block."""
+    lane = tl.arange(0, TILE)
+    if TILE <= BLOCK:
+        entry = first + i // (BLOCK // TILE) + lane * 0
+        row = i % (BLOCK // TILE) * TILE + lane
+    else:
+        entry = first + i * (TILE // BLOCK) + lane // BLOCK
+        row = lane % BLOCK
+    return entry[None, :], row[None, :]
+
+
+@triton.jit
 def interval_allows(query, key, rule, t, rules, documents, num_intervals, seq_q, seq_k, DOCUMENTS: tl.constexpr):
     first, last = key_bounds(query, rule, t, rules, documents, num_intervals, seq_q, seq_k, DOCUMENTS)
     return (key >= first) & (key <= last)
@@ -117,11 +173,13 @@ def pairs_allowed(
     rule_ids, rules, documents, padding, document_ids, num_intervals, seq_q, seq_k,
     MASKED: tl.constexpr, GATHERED: tl.constexpr, HAS_RULE_IDS: tl.constexpr, ONE_INTERVAL: tl.constexpr,
     DOCUMENTS: tl.constexpr, PADDING: tl.constexpr, DOCUMENT_IDS: tl.constexpr,
+    bit_entry=0, bit_row=0, bit_unit=0, bitmaps=0,
+    BLOCK_Q: tl.constexpr = 0, BLOCK_K: tl.constexpr = 0, BITMAPS: tl.constexpr = 0,
 ):  # fmt: skip
     """The pairs of a tile that the layout's rules (where MASKED) and the call's own masks allow.
 
     `entry` is the place of each pair's block in the list; where tiles gather several, some may be full, others not
-    there at all.
+    there at all. `bit_entry`, `bit_row` and `bit_unit` are those of `bits_allow`, for layouts with bitmaps.
     """
     if not MASKED:
         allowed = (query >= 0) & (key >= 0)
@@ -131,11 +189,20 @@ def pairs_allowed(
         else:
             rule = entry * 0
         allowed = interval_allows(query, key, rule, 0, rules, documents, num_intervals, seq_q, seq_k, DOCUMENTS)
+        if BITMAPS:
+            allowed &= bits_allow(
+                bit_entry, bit_row, bit_unit, stop, 0, rule_ids, rules, bitmaps, num_intervals,
+                BLOCK_Q, BLOCK_K, HAS_RULE_IDS, BITMAPS,
+            )  # fmt: skip
         if not ONE_INTERVAL:
             for t in range(1, num_intervals):
-                allowed |= interval_allows(
-                    query, key, rule, t, rules, documents, num_intervals, seq_q, seq_k, DOCUMENTS
-                )
+                more = interval_allows(query, key, rule, t, rules, documents, num_intervals, seq_q, seq_k, DOCUMENTS)
+                if BITMAPS:
+                    more &= bits_allow(
+                        bit_entry, bit_row, bit_unit, stop, t, rule_ids, rules, bitmaps, num_intervals,
+                        BLOCK_Q, BLOCK_K, HAS_RULE_IDS, BITMAPS,
+                    )  # fmt: skip
+                allowed |= more
         if GATHERED:
             allowed = (allowed | (entry < split)) & (entry < stop)
     base = sample.to(tl.int64) * seq_k

@@ -3,11 +3,23 @@
 As in `hopper_forward`, a program keeps its multiprocessor, one warp fetches and two warpgroups compute. Each warpgroup
 owns 64 of a tile's 128 rows (keys for dk and dv, queries for dq), which stay in shared memory while the other side goes
 by in tiles of `STREAM` rows; two tensors each: (k, v) and (q, dout), or the other way round.
+
+    guard         arrives                              waits                                        count
+    own.ready     the copy engine: a tile's 128 rows   each warpgroup, before a tile                1
+                  of two tensors
+    own.empty     each warpgroup, after a tile         the fetching warp, before the next one       2
+    stream.ready  the copy engine: STREAM rows of      each warpgroup, before its first products    1
+                  two tensors, and for dk and dv       of the part
+                  their lse and delta
+    stream.empty  each warpgroup, after the last       the fetching warp, NUM_STAGES parts later    2
+                  product with the part
+
+`hopper_common` says how rings count, and where the registers go.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
 from .common import (
     add_pair_multiplicity,
@@ -16,395 +28,354 @@ from .common import (
     dropout_key_hash,
     dropout_query_hash,
     key_bounds,
-    list_of,
     log_multiplicity,
     query_bounds,
     signed_distance,
 )
 from .forward import VARYING
-from .hopper_forward import (
+from .hopper_common import (
     BYTES,
-    RENAMED,
+    COMPUTE_REGS,
+    FETCH_REGS,
     ROWS,
     TILE,
     VARYING_STEPS,
+    Lists,
+    Masks,
+    Ring,
+    ScoreMods,
+    aggregate,
     as_block,
+    as_row,
     load_block,
-    pairs_seen,
+    new_barriers,
     reaching,
-    split_residue,
-    tile_of,
-    token_of,
-    tokens_of,
 )
-from .tile_scheduler import num_turns
 
 
-@gluon.jit
-def _row_of(sample, head, block, start, split, stop, offsets, splits, num_blocks, lists_per_sample, heads_per_list,
-            OWN_LISTS: gl.constexpr):  # fmt: skip
-    """Where the list of a query head starts, turns partial and stops: its key head's, unless heads have their own."""
-    if OWN_LISTS:
-        row = list_of(sample, head, lists_per_sample, heads_per_list) * num_blocks + block
-        start, split, stop = gl.load(offsets + row), gl.load(splits + row), gl.load(offsets + row + 1)
-    return start, split, stop
+@aggregate
+class Rings:
+    """Buffers of two tensors, a and b, of the side that stays and of the one that goes by. One ring of barriers serves
+    both; its own buffers are those of a."""
+
+    own: Ring
+    own_b: gl.shared_memory_descriptor
+    stream: Ring
+    stream_b: gl.shared_memory_descriptor
+    lse: gl.shared_memory_descriptor
+    delta: gl.shared_memory_descriptor
+
+
+@aggregate
+class HeadLists:
+    """Where lists start and turn partial, for heads that follow lists of their own (OWN_LISTS)."""
+
+    offsets: gl.tensor
+    splits: gl.tensor
+    OWN_LISTS: gl.constexpr
+
+    @gluon.jit
+    def entries(self, tile, head, lists):
+        """Where the list of a query head starts, turns partial and stops: its key head's, or its own."""
+        start, split, stop = tile.start, tile.split, tile.stop
+        if self.OWN_LISTS:
+            row = lists.list_of(tile.sample, head) * lists.num_blocks + tile.block
+            start, split = gl.load(self.offsets + row), gl.load(self.splits + row)
+            stop = gl.load(self.offsets + row + 1)
+        return start, split, stop
 
 
 @gluon.jit
 def _fetch(
-    own_a, own_b, stream_a, stream_b, of_rows, buffers, barriers, lists, steps,
-    D: gl.constexpr, OWN_BLOCK: gl.constexpr, BLOCK: gl.constexpr, STREAM: gl.constexpr, NUM_STAGES: gl.constexpr,
-    OWN_LISTS: gl.constexpr, OF_KEYS: gl.constexpr, DILATED: gl.constexpr,
+    own_a, own_b, stream_a, stream_b, of_rows, batch, rings, lists, head_lists, steps,
+    D: gl.constexpr, OF_KEYS: gl.constexpr,
 ):  # fmt: skip
-    own_buffers_a, own_buffers_b, stream_buffers_a, stream_buffers_b, lse_buffers, delta_buffers = buffers
-    own_ready, own_empty, ready, empty = barriers
-    (
-        offsets, splits, indices, work, batch, heads, group, num_blocks, lists_per_sample, heads_per_list,
-        schedule, num_residues, walked,
-    ) = lists  # fmt: skip
+    own, stream = rings.own, rings.stream
     own_step_a, own_step_b, step_a, step_b = steps
-    tile_heads = heads // group if OF_KEYS else heads
-    TILES_PER_BLOCK: gl.constexpr = BLOCK // STREAM
+    tile_heads = lists.heads // lists.group if OF_KEYS else lists.heads
+    STREAM: gl.constexpr = lists.STREAM
+    PARTS: gl.constexpr = lists.BLOCK // STREAM
+    STREAM_BYTES: gl.constexpr = 2 * STREAM * D * BYTES + (2 * STREAM * 4 if OF_KEYS else 0)
     step = 0
-    for turn in range(num_turns(schedule)):
+    for turn in range(lists.turns()):
         # A tile of keys is walked by every query head of its key head, a tile of queries by its key head alone.
-        first_list_head = group if OF_KEYS else 1
-        sample, head, residue, own, block, start, split, stop = tile_of(
-            turn, schedule, work, tile_heads, num_blocks, num_residues,
-            lists_per_sample, heads_per_list, first_list_head, OWN_BLOCK, DILATED,
-        )  # fmt: skip
-        mbarrier.wait(own_empty, (turn & 1) ^ 1)
-        mbarrier.expect(own_ready, 2 * TILE * D * BYTES)
+        first_list_head = lists.group if OF_KEYS else 1
+        tile = lists.tile(turn, tile_heads, first_list_head)
+        bar = own.acquire(turn, 2 * TILE * D * BYTES)
         for half in gl.static_range(2):
-            row, column = own + half * ROWS, head * D
-            at = [sample, row, column + residue * own_step_a]
-            load_block(own_a, at, own_ready, as_block(own_buffers_a.index(half), own_a))
-            at = [sample, row, column + residue * own_step_b]
-            load_block(own_b, at, own_ready, as_block(own_buffers_b.index(half), own_b))
-        for member in range(group if OF_KEYS else 1):
-            other = head * group + member if OF_KEYS else head // group
-            begin, _, end = _row_of(
-                sample, other, block, start, split, stop, offsets, splits, num_blocks, lists_per_sample, heads_per_list,
-                OWN_LISTS,
-            )  # fmt: skip
-            for i in range((end - begin) * TILES_PER_BLOCK):
-                index = gl.load(indices + begin + i // TILES_PER_BLOCK)
-                first = index * BLOCK + i % TILES_PER_BLOCK * STREAM  # in the order of blocks
-                other_residue, row = split_residue(index, walked, DILATED)
-                row = row * BLOCK + i % TILES_PER_BLOCK * STREAM
-                place = step % NUM_STAGES
-                bar = ready.index(place)
-                mbarrier.wait(empty.index(place), (step // NUM_STAGES & 1) ^ 1)
+            row, column = tile.row + half * ROWS, tile.head * D
+            at = [tile.sample, row, column + tile.residue * own_step_a]
+            load_block(own_a, at, bar, as_block(own.buffers.index(half), own_a))
+            at = [tile.sample, row, column + tile.residue * own_step_b]
+            load_block(own_b, at, bar, as_block(rings.own_b.index(half), own_b))
+        for member in range(lists.group if OF_KEYS else 1):
+            other = tile.head * lists.group + member if OF_KEYS else tile.head // lists.group
+            begin, _, end = head_lists.entries(tile, other, lists)
+            for i in range((end - begin) * PARTS):
+                index = gl.load(lists.indices + begin + i // PARTS)
+                first = index * lists.BLOCK + i % PARTS * STREAM  # in the order of blocks
+                residue, row = lists.part(index, i)
+                place = stream.place(step)
+                bar = stream.acquire(step, STREAM_BYTES)
                 if OF_KEYS:
-                    mbarrier.expect(bar, 2 * STREAM * D * BYTES + 2 * STREAM * 4)
-                    of_head = sample * heads + other
-                    load_block(of_rows, [of_head, first], bar, lse_buffers.index(place))
-                    of_head += batch * heads
-                    load_block(of_rows, [of_head, first], bar, delta_buffers.index(place))
-                else:
-                    mbarrier.expect(bar, 2 * STREAM * D * BYTES)
-                at = [sample, row, other * D + other_residue * step_a]
-                load_block(stream_a, at, bar, as_block(stream_buffers_a.index(place), stream_a))
-                at = [sample, row, other * D + other_residue * step_b]
-                load_block(stream_b, at, bar, as_block(stream_buffers_b.index(place), stream_b))
+                    of_head = tile.sample * lists.heads + other
+                    load_block(of_rows, [of_head, first], bar, rings.lse.index(place))
+                    of_head += batch * lists.heads
+                    load_block(of_rows, [of_head, first], bar, rings.delta.index(place))
+                at = [tile.sample, row, other * D + residue * step_a]
+                load_block(stream_a, at, bar, as_block(stream.buffers.index(place), stream_a))
+                at = [tile.sample, row, other * D + residue * step_b]
+                load_block(stream_b, at, bar, as_block(rings.stream_b.index(place), stream_b))
                 step += 1
 
 
 @gluon.jit
-def as_row(buffer):
-    """A buffer [1, n] as [n]."""
-    layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    if RENAMED:
-        row = buffer.reinterpret(buffer.dtype, [buffer.shape[1]], layout)
-    else:
-        row = buffer._reinterpret(buffer.dtype, [buffer.shape[1]], layout)
-    return row
-
-
-@gluon.jit
-def _store(x, value, sample, row, head, seq, heads, column, D: gl.constexpr):
+def _store(x, value, tile, row, head, seq, heads, column, D: gl.constexpr):
     """Rows of one head of a contiguous [batch, seq, heads, D]."""
-    at = ((sample.to(gl.int64) * seq + row) * heads + head) * D
+    at = ((tile.sample.to(gl.int64) * seq + row) * heads + head) * D
     at = gl.expand_dims(at, 1) + gl.expand_dims(column, 0)
     gl.store(x + at, value.to(x.dtype.element_ty), mask=gl.expand_dims(row < seq, 1))
 
 
 @gluon.jit
+def _modify(scores, query, key, origin, slope, masks, mods):
+    """Scores with softcap and ALiBi applied, and the derivative of the softcap."""
+    scores = scores * mods.scale
+    distance = signed_distance(query, key, origin, masks.seq_q, masks.seq_k)
+    return apply_score_mods(scores, distance, slope, mods.cap, mods.SOFTCAP, mods.ALIBI, False)
+
+
+@gluon.jit
 def _compute_dkv(
-    WHO: gl.constexpr, dk, dv, buffers, barriers, masks, lists, numbers,
-    D: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, STREAM: gl.constexpr, NUM_STAGES: gl.constexpr,
-    NEGATIVE_SCALE: gl.constexpr, HAS_RULE_IDS: gl.constexpr, ONE_INTERVAL: gl.constexpr, DOCUMENTS: gl.constexpr,
-    PADDING: gl.constexpr, DOCUMENT_IDS: gl.constexpr, DILATED: gl.constexpr, SOFTCAP: gl.constexpr,
-    ALIBI: gl.constexpr, DROPOUT: gl.constexpr, OWN_LISTS: gl.constexpr,
+    WHO: gl.constexpr, dk, dv, scale_out, rings, lists, head_lists, masks, mods, D: gl.constexpr
 ):  # fmt: skip
-    k_buffers, v_buffers, q_buffers, g_buffers, lse_buffers, delta_buffers = buffers
-    own_ready, own_empty, ready, empty = barriers
-    rule_ids, rules, documents, branches, padding, document_ids, seed, slopes = masks
-    (
-        offsets, splits, indices, work, batch, heads, group, num_blocks, lists_per_sample, heads_per_list,
-        schedule, num_residues, walked,
-    ) = lists  # fmt: skip
-    seq_q, seq_k, num_intervals, num_branches, scale, scale_out, cap, threshold, keep_scale = numbers
+    stream = rings.stream
+    STREAM: gl.constexpr = lists.STREAM
+    PARTS: gl.constexpr = lists.BLOCK // STREAM
+    DILATED: gl.constexpr = lists.DILATED
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STREAM, 16])  # keys × queries
     GRADS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, GRADS, 2)
-    TILES_PER_BLOCK: gl.constexpr = BLOCK_Q // STREAM
-    HAS_CALL_MASK: gl.constexpr = PADDING or DOCUMENT_IDS
-    HAS_SCORE_MODS: gl.constexpr = SOFTCAP or ALIBI
+    HAS_CALL_MASK: gl.constexpr = masks.PADDING or masks.DOCUMENT_IDS
+    HAS_SCORE_MODS: gl.constexpr = mods.SOFTCAP or mods.ALIBI
     # A key is seen by `reach` queries after `first` too, whatever the block.
-    BOUNDED: gl.constexpr = ONE_INTERVAL and not (HAS_RULE_IDS or DOCUMENTS or HAS_CALL_MASK)
-    dtype: gl.constexpr = k_buffers.dtype
-    heads_kv = heads // group
+    BOUNDED: gl.constexpr = masks.ONE_INTERVAL and not (masks.HAS_RULE_IDS or masks.DOCUMENTS or HAS_CALL_MASK)
+    dtype: gl.constexpr = rings.own_b.dtype
+    heads_kv = lists.heads // lists.group
     key_lane = gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
     query_lane = gl.arange(0, STREAM, gl.SliceLayout(0, SCORES))
     nothing = gl.zeros([ROWS, STREAM], gl.float32, SCORES)
-    k, v = k_buffers.index(WHO), v_buffers.index(WHO)
+    k, v = rings.own.buffers.index(WHO), rings.own_b.index(WHO)
     step = 0
-    for turn in range(num_turns(schedule)):
-        sample, key_head, residue, own, block, start, split, stop = tile_of(
-            turn, schedule, work, heads_kv, num_blocks, num_residues,
-            lists_per_sample, heads_per_list, group, BLOCK_K, DILATED,
-        )  # fmt: skip
-        key = gl.expand_dims(token_of(own + WHO * ROWS + key_lane, residue, num_residues, DILATED), 1)
+    for turn in range(lists.turns()):
+        tile = lists.tile(turn, heads_kv, lists.group)
+        key = gl.expand_dims(lists.token(tile.row + WHO * ROWS + key_lane, tile.residue), 1)
         first, reach = key, key
         if BOUNDED:
-            first, last = query_bounds(key, rules, seq_q, seq_k)
+            first, last = query_bounds(key, masks.rules, masks.seq_q, masks.seq_k)
             first, reach = reaching(first, last)
-        origin, key_hash = token_of(own, residue, num_residues, DILATED) - (seq_k - seq_q), key
-        if DROPOUT:
-            key_hash = dropout_key_hash(seed, key, own)
+        origin, key_hash = lists.token(tile.row, tile.residue) - (masks.seq_k - masks.seq_q), key
+        if mods.DROPOUT:
+            key_hash = dropout_key_hash(mods.seed, key, tile.row)
         dkeys = gl.zeros([ROWS, D], gl.float32, GRADS)
         dvalues = gl.zeros([ROWS, D], gl.float32, GRADS)
-        mbarrier.wait(own_ready, turn & 1)
-        for member in range(group):
-            head = key_head * group + member
-            begin, turns_partial, end = _row_of(
-                sample, head, block, start, split, stop, offsets, splits, num_blocks, lists_per_sample, heads_per_list,
-                OWN_LISTS,
-            )  # fmt: skip
-            list_id = list_of(sample, head, lists_per_sample, heads_per_list)
-            exp_scale, slope = scale, 0.0
+        rings.own.wait(turn)
+        for member in range(lists.group):
+            head = tile.head * lists.group + member
+            begin, partial_from, end = head_lists.entries(tile, head, lists)
+            list_id = lists.list_of(tile.sample, head)
+            exp_scale, slope = mods.scale, 0.0
             if HAS_SCORE_MODS:
                 exp_scale = 1.0
-            if ALIBI:
-                slope = gl.load(slopes + head)
-            num_full, num = (turns_partial - begin) * TILES_PER_BLOCK, (end - begin) * TILES_PER_BLOCK
+            if mods.ALIBI:
+                slope = gl.load(mods.slopes + head)
+            num_full, num = (partial_from - begin) * PARTS, (end - begin) * PARTS
             for MASKED in gl.static_range(2):
                 if MASKED:
                     low, high = num_full, num
                 else:
                     low, high = 0, num_full
                 for i in range(low, high):
-                    place = step % NUM_STAGES
+                    place = stream.place(step)
                     # Asked for now, read when the scores are there.
-                    if MASKED or HAS_CALL_MASK or HAS_SCORE_MODS or DROPOUT:
-                        other = gl.load(indices + begin + i // TILES_PER_BLOCK)
+                    if MASKED or HAS_CALL_MASK or HAS_SCORE_MODS or mods.DROPOUT:
+                        other = gl.load(lists.indices + begin + i // PARTS)
                     multiplicity = 1
                     if DILATED:
-                        multiplicity = gl.load(rule_ids + begin + i // TILES_PER_BLOCK)
-                    mbarrier.wait(ready.index(place), step // NUM_STAGES & 1)
-                    q, grad = q_buffers.index(place), g_buffers.index(place)
+                        multiplicity = gl.load(masks.rule_ids + begin + i // PARTS)
+                    stream.wait(step)
+                    q, grad = stream.buffers.index(place), rings.stream_b.index(place)
                     pending_scores = warpgroup_mma(k, q.permute((1, 0)), nothing, use_acc=False, is_async=True)
                     pending_dweights = warpgroup_mma(v, grad.permute((1, 0)), nothing, use_acc=False, is_async=True)
                     scores = warpgroup_mma_wait(1, deps=[pending_scores])
-                    if NEGATIVE_SCALE:
+                    if mods.NEGATIVE_SCALE:
                         scores = -scores
-                    if HAS_SCORE_MODS or DROPOUT:
-                        query = tokens_of(other, i, query_lane, walked, num_residues, BLOCK_Q, STREAM, DILATED)
+                    if HAS_SCORE_MODS or mods.DROPOUT:
+                        query = lists.tokens(other, i, query_lane)
                     if HAS_SCORE_MODS:
-                        scores = scores * scale
-                        distance = signed_distance(query, key, origin, seq_q, seq_k)
-                        scores, softcap_grad = apply_score_mods(scores, distance, slope, cap, SOFTCAP, ALIBI, False)
-                    row_lse = as_row(lse_buffers.index(place)).load(gl.SliceLayout(0, SCORES))
+                        scores, softcap_grad = _modify(scores, query, key, origin, slope, masks, mods)
+                    row_lse = as_row(rings.lse.index(place)).load(gl.SliceLayout(0, SCORES))
                     if DILATED:
                         row_lse = row_lse - log_multiplicity(multiplicity, False)
                         if MASKED and DILATED == 2:
-                            query = tokens_of(other, i, query_lane, walked, num_residues, BLOCK_Q, STREAM, DILATED)
+                            query = lists.tokens(other, i, query_lane)
                             scores = add_pair_multiplicity(
-                                scores,
-                                multiplicity,
-                                query,
-                                key,
-                                list_id,
-                                branches,
-                                num_branches,
-                                seq_q,
-                                seq_k,
-                                exp_scale,
-                                False,
-                            )
+                                scores, multiplicity, query, key, list_id, masks.branches, masks.num_branches,
+                                masks.seq_q, masks.seq_k, exp_scale, False,
+                            )  # fmt: skip
                     weights = gl.exp2(scores * exp_scale - gl.expand_dims(row_lse, 0))
                     if MASKED or HAS_CALL_MASK:  # noqa: SIM102
                         if begin < end:  # always so: see `hopper_forward`
-                            query = tokens_of(other, i, query_lane, walked, num_residues, BLOCK_Q, STREAM, DILATED)
-                            seen = pairs_seen(
-                                query, query, key, first, reach, begin + i // TILES_PER_BLOCK, turns_partial, end,
-                                sample, rule_ids, rules, documents, padding, document_ids, num_intervals, seq_q, seq_k,
-                                BOUNDED, MASKED, False, HAS_RULE_IDS, ONE_INTERVAL, DOCUMENTS, PADDING, DOCUMENT_IDS,
+                            query = lists.tokens(other, i, query_lane)
+                            seen = masks.allowed(
+                                query, query, key, first, reach, begin + i // PARTS, partial_from, end, tile.sample,
+                                BOUNDED, MASKED, False,
                             )  # fmt: skip
                             weights = gl.where(seen, weights, 0.0)
                     dropped = weights
-                    if DROPOUT:
+                    if mods.DROPOUT:
                         if begin < end:
-                            query_hash = dropout_query_hash(seed, sample * heads + head, query, other * BLOCK_Q)
+                            stream_id = tile.sample * lists.heads + head
+                            query_hash = dropout_query_hash(mods.seed, stream_id, query, other * lists.BLOCK)
                             # The sign says whether a weight is kept: a mask would be packed until it is used again.
-                            weights = gl.where(dropout_keeps(query_hash, key_hash, threshold), weights, -weights)
+                            keeps = dropout_keeps(query_hash, key_hash, mods.threshold)
+                            weights = gl.where(keeps, weights, -weights)
                         dropped = gl.where(weights < 0.0, 0.0, weights)  # NaN is not lost
                     operand = gl.convert_layout(dropped.to(dtype), OPERAND)
-                    if SOFTCAP:
+                    if mods.SOFTCAP:
                         weights *= softcap_grad
-                    row_delta = as_row(delta_buffers.index(place)).load(gl.SliceLayout(0, SCORES))
+                    row_delta = as_row(rings.delta.index(place)).load(gl.SliceLayout(0, SCORES))
                     dweights = warpgroup_mma_wait(0, deps=[pending_dweights])
-                    if DROPOUT:
+                    if mods.DROPOUT:
                         dweights = gl.where(weights > 0.0, dweights, 0.0)
                         weights = gl.abs(weights)
-                        row_delta *= 1 / keep_scale
+                        row_delta *= 1 / mods.keep_scale
                     pending_dvalues = warpgroup_mma(operand, grad, dvalues, is_async=True)
                     dscores = weights * (dweights - gl.expand_dims(row_delta, 0))
                     pending_dkeys = warpgroup_mma(
                         gl.convert_layout(dscores.to(dtype), OPERAND), q, dkeys, is_async=True
                     )
                     dvalues, dkeys = warpgroup_mma_wait(0, deps=[pending_dvalues, pending_dkeys])
-                    mbarrier.arrive(empty.index(place), count=1)
+                    stream.release(step)
                     step += 1
-        mbarrier.arrive(own_empty, count=1)
+        rings.own.release(turn)
         lane = gl.arange(0, ROWS, gl.SliceLayout(1, GRADS))
         column = gl.arange(0, D, gl.SliceLayout(0, GRADS))
-        token = token_of(own + WHO * ROWS + lane, residue, num_residues, DILATED)
-        if DROPOUT:  # what all dropout_keeps weights are multiplied by
-            dkeys, dvalues = dkeys * keep_scale, dvalues * keep_scale
-        _store(dk, dkeys * scale_out, sample, token, key_head, seq_k, heads_kv, column, D)
-        _store(dv, dvalues, sample, token, key_head, seq_k, heads_kv, column, D)
+        token = lists.token(tile.row + WHO * ROWS + lane, tile.residue)
+        if mods.DROPOUT:  # what all kept weights are multiplied by
+            dkeys, dvalues = dkeys * mods.keep_scale, dvalues * mods.keep_scale
+        _store(dk, dkeys * scale_out, tile, token, tile.head, masks.seq_k, heads_kv, column, D)
+        _store(dv, dvalues, tile, token, tile.head, masks.seq_k, heads_kv, column, D)
 
 
 @gluon.jit
 def _compute_dq(
-    WHO: gl.constexpr, dq, lse, delta, buffers, barriers, masks, lists, numbers,
-    D: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, STREAM: gl.constexpr, NUM_STAGES: gl.constexpr,
-    NEGATIVE_SCALE: gl.constexpr, HAS_RULE_IDS: gl.constexpr, ONE_INTERVAL: gl.constexpr, DOCUMENTS: gl.constexpr,
-    PADDING: gl.constexpr, DOCUMENT_IDS: gl.constexpr, DILATED: gl.constexpr, SOFTCAP: gl.constexpr,
-    ALIBI: gl.constexpr, DROPOUT: gl.constexpr,
+    WHO: gl.constexpr, dq, lse, delta, scale_out, rings, lists, masks, mods, D: gl.constexpr
 ):  # fmt: skip
-    q_buffers, g_buffers, k_buffers, v_buffers, lse_buffers, delta_buffers = buffers
-    own_ready, own_empty, ready, empty = barriers
-    rule_ids, rules, documents, branches, padding, document_ids, seed, slopes = masks
-    (
-        offsets, splits, indices, work, batch, heads, group, num_blocks, lists_per_sample, heads_per_list,
-        schedule, num_residues, walked,
-    ) = lists  # fmt: skip
-    seq_q, seq_k, num_intervals, num_branches, scale, scale_out, cap, threshold, keep_scale = numbers
+    stream = rings.stream
+    STREAM: gl.constexpr = lists.STREAM
+    PARTS: gl.constexpr = lists.BLOCK // STREAM
+    DILATED: gl.constexpr = lists.DILATED
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STREAM, 16])  # queries × keys
     GRADS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, GRADS, 2)
-    TILES_PER_BLOCK: gl.constexpr = BLOCK_K // STREAM
-    HAS_CALL_MASK: gl.constexpr = PADDING or DOCUMENT_IDS
-    HAS_SCORE_MODS: gl.constexpr = SOFTCAP or ALIBI
-    BOUNDED: gl.constexpr = ONE_INTERVAL and not (HAS_RULE_IDS or HAS_CALL_MASK)
-    dtype: gl.constexpr = q_buffers.dtype
+    HAS_CALL_MASK: gl.constexpr = masks.PADDING or masks.DOCUMENT_IDS
+    HAS_SCORE_MODS: gl.constexpr = mods.SOFTCAP or mods.ALIBI
+    BOUNDED: gl.constexpr = masks.ONE_INTERVAL and not (masks.HAS_RULE_IDS or HAS_CALL_MASK)
+    dtype: gl.constexpr = rings.own_b.dtype
     query_lane = gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
     key_lane = gl.arange(0, STREAM, gl.SliceLayout(0, SCORES))
     nothing = gl.zeros([ROWS, STREAM], gl.float32, SCORES)
-    q, grad = q_buffers.index(WHO), g_buffers.index(WHO)
+    q, grad = rings.own.buffers.index(WHO), rings.own_b.index(WHO)
     step = 0
-    for turn in range(num_turns(schedule)):
-        sample, head, residue, own, _, start, split, stop = tile_of(
-            turn, schedule, work, heads, num_blocks, num_residues, lists_per_sample, heads_per_list, 1, BLOCK_Q, DILATED
-        )
-        row = own + WHO * ROWS + query_lane
-        query = gl.expand_dims(token_of(row, residue, num_residues, DILATED), 1)
-        list_id = list_of(sample, head, lists_per_sample, heads_per_list)
-        of_head = (sample.to(gl.int64) * heads + head) * (num_blocks * BLOCK_Q)
-        of_row = of_head + residue * (num_blocks // num_residues * BLOCK_Q) + row
+    for turn in range(lists.turns()):
+        tile = lists.tile(turn, lists.heads, 1)
+        row = tile.row + WHO * ROWS + query_lane
+        query = gl.expand_dims(lists.token(row, tile.residue), 1)
+        list_id = lists.list_of(tile.sample, tile.head)
+        of_head = (tile.sample.to(gl.int64) * lists.heads + tile.head) * (lists.num_blocks * lists.OWN_BLOCK)
+        of_row = of_head + tile.residue * (lists.num_blocks // lists.num_residues * lists.OWN_BLOCK) + row
         row_lse, row_delta = gl.load(lse + of_row), gl.load(delta + of_row)
         first, reach = query, query
         if BOUNDED:
-            first, last = key_bounds(query, 0, 0, rules, documents, num_intervals, seq_q, seq_k, DOCUMENTS)
+            first, last = key_bounds(
+                query, 0, 0, masks.rules, masks.documents, masks.num_intervals, masks.seq_q, masks.seq_k,
+                masks.DOCUMENTS,
+            )  # fmt: skip
             first, reach = reaching(first, last)
-        exp_scale, slope, query_hash = scale, 0.0, query
-        origin = token_of(own, residue, num_residues, DILATED)
+        exp_scale, slope, query_hash = mods.scale, 0.0, query
+        origin = lists.token(tile.row, tile.residue)
         if HAS_SCORE_MODS:
             exp_scale = 1.0
-        if ALIBI:
-            slope = gl.load(slopes + head)
-        if DROPOUT:
-            query_hash = dropout_query_hash(seed, sample * heads + head, query, own)
-            row_delta *= 1 / keep_scale
+        if mods.ALIBI:
+            slope = gl.load(mods.slopes + tile.head)
+        if mods.DROPOUT:
+            query_hash = dropout_query_hash(mods.seed, tile.sample * lists.heads + tile.head, query, tile.row)
+            row_delta *= 1 / mods.keep_scale
         dqueries = gl.zeros([ROWS, D], gl.float32, GRADS)
-        num_full, num = (split - start) * TILES_PER_BLOCK, (stop - start) * TILES_PER_BLOCK
-        mbarrier.wait(own_ready, turn & 1)
+        num_full, num = (tile.split - tile.start) * PARTS, (tile.stop - tile.start) * PARTS
+        rings.own.wait(turn)
         for MASKED in gl.static_range(2):
             if MASKED:
                 low, high = num_full, num
             else:
                 low, high = 0, num_full
             for i in range(low, high):
-                place = step % NUM_STAGES
-                if MASKED or HAS_CALL_MASK or HAS_SCORE_MODS or DROPOUT:
-                    other = gl.load(indices + start + i // TILES_PER_BLOCK)
+                place = stream.place(step)
+                if MASKED or HAS_CALL_MASK or HAS_SCORE_MODS or mods.DROPOUT:
+                    other = gl.load(lists.indices + tile.start + i // PARTS)
                 multiplicity = 1
                 if DILATED:
-                    multiplicity = gl.load(rule_ids + start + i // TILES_PER_BLOCK)
-                mbarrier.wait(ready.index(place), step // NUM_STAGES & 1)
-                k, v = k_buffers.index(place), v_buffers.index(place)
+                    multiplicity = gl.load(masks.rule_ids + tile.start + i // PARTS)
+                stream.wait(step)
+                k, v = stream.buffers.index(place), rings.stream_b.index(place)
                 pending_scores = warpgroup_mma(q, k.permute((1, 0)), nothing, use_acc=False, is_async=True)
                 pending_dweights = warpgroup_mma(grad, v.permute((1, 0)), nothing, use_acc=False, is_async=True)
                 scores = warpgroup_mma_wait(1, deps=[pending_scores])
-                if NEGATIVE_SCALE:
+                if mods.NEGATIVE_SCALE:
                     scores = -scores
-                if HAS_SCORE_MODS or DROPOUT:
-                    key = tokens_of(other, i, key_lane, walked, num_residues, BLOCK_K, STREAM, DILATED)
+                if HAS_SCORE_MODS or mods.DROPOUT:
+                    key = lists.tokens(other, i, key_lane)
                 if HAS_SCORE_MODS:
-                    scores = scores * scale
-                    distance = signed_distance(query, key, origin, seq_q, seq_k)
-                    scores, softcap_grad = apply_score_mods(scores, distance, slope, cap, SOFTCAP, ALIBI, False)
+                    scores, softcap_grad = _modify(scores, query, key, origin, slope, masks, mods)
                 lowered = row_lse
                 if DILATED:
                     lowered = row_lse - log_multiplicity(multiplicity, False)
                     if MASKED and DILATED == 2:
-                        key = tokens_of(other, i, key_lane, walked, num_residues, BLOCK_K, STREAM, DILATED)
+                        key = lists.tokens(other, i, key_lane)
                         scores = add_pair_multiplicity(
-                            scores,
-                            multiplicity,
-                            query,
-                            key,
-                            list_id,
-                            branches,
-                            num_branches,
-                            seq_q,
-                            seq_k,
-                            exp_scale,
-                            False,
-                        )
+                            scores, multiplicity, query, key, list_id, masks.branches, masks.num_branches,
+                            masks.seq_q, masks.seq_k, exp_scale, False,
+                        )  # fmt: skip
                 weights = gl.exp2(scores * exp_scale - gl.expand_dims(lowered, 1))
                 if MASKED or HAS_CALL_MASK:  # noqa: SIM102
-                    if start < stop:
-                        key = tokens_of(other, i, key_lane, walked, num_residues, BLOCK_K, STREAM, DILATED)
-                        seen = pairs_seen(
-                            key, query, key, first, reach, start + i // TILES_PER_BLOCK, split, stop, sample,
-                            rule_ids, rules, documents, padding, document_ids, num_intervals, seq_q, seq_k,
-                            BOUNDED, MASKED, False, HAS_RULE_IDS, ONE_INTERVAL, DOCUMENTS, PADDING, DOCUMENT_IDS,
+                    if tile.start < tile.stop:
+                        key = lists.tokens(other, i, key_lane)
+                        seen = masks.allowed(
+                            key, query, key, first, reach, tile.start + i // PARTS, tile.split, tile.stop, tile.sample,
+                            BOUNDED, MASKED, False,
                         )  # fmt: skip
                         weights = gl.where(seen, weights, 0.0)
-                if SOFTCAP:
+                if mods.SOFTCAP:
                     weights *= softcap_grad
                 dweights = warpgroup_mma_wait(0, deps=[pending_dweights])
-                if DROPOUT:
-                    keeps = dropout_keeps(query_hash, dropout_key_hash(seed, key, other * BLOCK_K), threshold)
-                    dweights = gl.where(keeps, dweights, 0.0)
+                if mods.DROPOUT:
+                    key_hash = dropout_key_hash(mods.seed, key, other * lists.BLOCK)
+                    dweights = gl.where(dropout_keeps(query_hash, key_hash, mods.threshold), dweights, 0.0)
                 dscores = weights * (dweights - gl.expand_dims(row_delta, 1))
                 pending_dqueries = warpgroup_mma(
                     gl.convert_layout(dscores.to(dtype), OPERAND), k, dqueries, is_async=True
                 )
                 dqueries = warpgroup_mma_wait(0, deps=[pending_dqueries])
-                mbarrier.arrive(empty.index(place), count=1)
+                stream.release(step)
                 step += 1
-        mbarrier.arrive(own_empty, count=1)
+        rings.own.release(turn)
         lane = gl.arange(0, ROWS, gl.SliceLayout(1, GRADS))
         column = gl.arange(0, D, gl.SliceLayout(0, GRADS))
-        token = token_of(own + WHO * ROWS + lane, residue, num_residues, DILATED)
-        if DROPOUT:
-            dqueries = dqueries * keep_scale
-        _store(dq, dqueries * scale_out, sample, token, head, seq_q, heads, column, D)
+        token = lists.token(tile.row + WHO * ROWS + lane, tile.residue)
+        if mods.DROPOUT:
+            dqueries = dqueries * mods.keep_scale
+        _store(dq, dqueries * scale_out, tile, token, tile.head, masks.seq_q, lists.heads, column, D)
 
 
 @gluon.jit(do_not_specialize=[*VARYING, *VARYING_STEPS])
@@ -425,60 +396,41 @@ def backward_kernel(
     """
     OWN_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], q.dtype)
     STREAM_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([STREAM, D], q.dtype)
-    own_buffers_a = gl.allocate_shared_memory(q.dtype, [2, ROWS, D], OWN_LAYOUT)
-    own_buffers_b = gl.allocate_shared_memory(q.dtype, [2, ROWS, D], OWN_LAYOUT)
-    stream_buffers_a = gl.allocate_shared_memory(q.dtype, [NUM_STAGES, STREAM, D], STREAM_LAYOUT)
-    stream_buffers_b = gl.allocate_shared_memory(q.dtype, [NUM_STAGES, STREAM, D], STREAM_LAYOUT)
-    lse_buffers = gl.allocate_shared_memory(gl.float32, [NUM_STAGES, 1, STREAM], of_rows.layout)
-    delta_buffers = gl.allocate_shared_memory(gl.float32, [NUM_STAGES, 1, STREAM], of_rows.layout)
-    own_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    own_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    ready = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(own_ready, count=1)
-    mbarrier.init(own_empty, count=2)
-    for i in gl.static_range(NUM_STAGES):
-        mbarrier.init(ready.index(i), count=1)
-        mbarrier.init(empty.index(i), count=2)
-    buffers = (own_buffers_a, own_buffers_b, stream_buffers_a, stream_buffers_b, lse_buffers, delta_buffers)
-    barriers = (own_ready, own_empty, ready, empty)
-    masks = (rule_ids, rules, documents, branches, padding, document_ids, seed, slopes)
-    lists = (
-        offsets, splits, indices, work, batch, heads, group, num_blocks, lists_per_sample, heads_per_list,
-        (total_tiles, tiles_per_head, first_tile, tile_order), num_residues, walked,
+    own_a = gl.allocate_shared_memory(q.dtype, [2, ROWS, D], OWN_LAYOUT)
+    own_b = gl.allocate_shared_memory(q.dtype, [2, ROWS, D], OWN_LAYOUT)
+    stream_a = gl.allocate_shared_memory(q.dtype, [NUM_STAGES, STREAM, D], STREAM_LAYOUT)
+    stream_b = gl.allocate_shared_memory(q.dtype, [NUM_STAGES, STREAM, D], STREAM_LAYOUT)
+    lse_rows = gl.allocate_shared_memory(gl.float32, [NUM_STAGES, 1, STREAM], of_rows.layout)
+    delta_rows = gl.allocate_shared_memory(gl.float32, [NUM_STAGES, 1, STREAM], of_rows.layout)
+    own = Ring(own_a, new_barriers(1), new_barriers(1), gl.constexpr(1))
+    stream = Ring(stream_a, new_barriers(NUM_STAGES), new_barriers(NUM_STAGES), NUM_STAGES)
+    own.init(0)
+    for place in gl.static_range(NUM_STAGES):
+        stream.init(place)
+    rings = Rings(own, own_b, stream, stream_b, lse_rows, delta_rows)
+    OWN_BLOCK: gl.constexpr = BLOCK_K if OF_KEYS else BLOCK_Q
+    BLOCK: gl.constexpr = BLOCK_Q if OF_KEYS else BLOCK_K
+    lists = Lists(
+        indices, work, heads, group, num_blocks, lists_per_sample, heads_per_list, num_residues, walked,
+        (total_tiles, tiles_per_head, first_tile, tile_order), OWN_BLOCK, BLOCK, STREAM, DILATED,
     )  # fmt: skip
-    numbers = (seq_q, seq_k, num_intervals, num_branches, scale, scale_out, cap, threshold, keep_scale)
+    head_lists = HeadLists(offsets, splits, OWN_LISTS and OF_KEYS)
+    masks = Masks(
+        rule_ids, rules, documents, branches, padding, document_ids, seq_q, seq_k, num_intervals, num_branches,
+        HAS_RULE_IDS, ONE_INTERVAL, DOCUMENTS, PADDING, DOCUMENT_IDS,
+    )  # fmt: skip
+    mods = ScoreMods(scale, cap, slopes, seed, threshold, keep_scale, NEGATIVE_SCALE, SOFTCAP, ALIBI, DROPOUT)
     if OF_KEYS:
+        steps = (k_step, v_step, q_step, g_step)
         gl.warp_specialize([
-            (_compute_dkv, (
-                0, dk, dv, buffers, barriers, masks, lists, numbers, D, BLOCK_Q, BLOCK_K, STREAM, NUM_STAGES,
-                NEGATIVE_SCALE, HAS_RULE_IDS, ONE_INTERVAL, DOCUMENTS, PADDING, DOCUMENT_IDS, DILATED, SOFTCAP, ALIBI,
-                DROPOUT, OWN_LISTS,
-            )),
-            (_compute_dkv, (
-                1, dk, dv, buffers, barriers, masks, lists, numbers, D, BLOCK_Q, BLOCK_K, STREAM, NUM_STAGES,
-                NEGATIVE_SCALE, HAS_RULE_IDS, ONE_INTERVAL, DOCUMENTS, PADDING, DOCUMENT_IDS, DILATED, SOFTCAP, ALIBI,
-                DROPOUT, OWN_LISTS,
-            )),
-            (_fetch, (
-                k, v, q, grad, of_rows, buffers, barriers, lists, (k_step, v_step, q_step, g_step),
-                D, BLOCK_K, BLOCK_Q, STREAM, NUM_STAGES, OWN_LISTS, True, DILATED,
-            )),
-        ], [4, 1], [240, 24])  # fmt: skip
+            (_compute_dkv, (0, dk, dv, scale_out, rings, lists, head_lists, masks, mods, D)),
+            (_compute_dkv, (1, dk, dv, scale_out, rings, lists, head_lists, masks, mods, D)),
+            (_fetch, (k, v, q, grad, of_rows, batch, rings, lists, head_lists, steps, D, True)),
+        ], [4, 1], [COMPUTE_REGS, FETCH_REGS])  # fmt: skip
     else:
+        steps = (q_step, g_step, k_step, v_step)
         gl.warp_specialize([
-            (_compute_dq, (
-                0, dq, lse, delta, buffers, barriers, masks, lists, numbers, D, BLOCK_Q, BLOCK_K, STREAM, NUM_STAGES,
-                NEGATIVE_SCALE, HAS_RULE_IDS, ONE_INTERVAL, DOCUMENTS, PADDING, DOCUMENT_IDS, DILATED, SOFTCAP, ALIBI,
-                DROPOUT,
-            )),
-            (_compute_dq, (
-                1, dq, lse, delta, buffers, barriers, masks, lists, numbers, D, BLOCK_Q, BLOCK_K, STREAM, NUM_STAGES,
-                NEGATIVE_SCALE, HAS_RULE_IDS, ONE_INTERVAL, DOCUMENTS, PADDING, DOCUMENT_IDS, DILATED, SOFTCAP, ALIBI,
-                DROPOUT,
-            )),
-            (_fetch, (
-                q, grad, k, v, of_rows, buffers, barriers, lists, (q_step, g_step, k_step, v_step),
-                D, BLOCK_Q, BLOCK_K, STREAM, NUM_STAGES, False, False, DILATED,
-            )),
-        ], [4, 1], [240, 24])  # fmt: skip
+            (_compute_dq, (0, dq, lse, delta, scale_out, rings, lists, masks, mods, D)),
+            (_compute_dq, (1, dq, lse, delta, scale_out, rings, lists, masks, mods, D)),
+            (_fetch, (q, grad, k, v, of_rows, batch, rings, lists, head_lists, steps, D, False)),
+        ], [4, 1], [COMPUTE_REGS, FETCH_REGS])  # fmt: skip

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import operator
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache, partial
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,11 +14,13 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from ..caches import cached
 from ..layout import BlockLayout
 from ..layout.lists import neighbourhood
 from ..options import CallOptions
 from . import launcher
 from .backward import dkv_kernel, dq_kernel, rows_kernel
+from .bias_arguments import BiasArguments, BiasSums, NoSums
 from .common import cap_kind
 from .configs import (
     FEW_ROWS,
@@ -36,7 +38,7 @@ from .tile_scheduler import TileSchedule, tile_schedules
 
 INTERPRETED = triton.knobs.runtime.interpret
 try:
-    from . import hopper_backward, hopper_forward
+    from . import hopper_backward, hopper_common, hopper_forward
 except ImportError:  # Gluon is Triton's experiment: where it lacks what we use, the plain kernels run
     HAVE_GLUON = False
 else:
@@ -72,7 +74,7 @@ def replay_for(
 
 
 def _replayed(replay: launcher.Replay, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    out, lse = _results(q)
+    out, lse = results(q, v)
     replay((q, k, v, out, lse))
     return out, lse
 
@@ -87,8 +89,9 @@ def backward(
     lse: Tensor,
     layout: BlockLayout,
     options: CallOptions,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv, as every backend gives them."""
+    wanted: Sequence[str] = (),
+) -> tuple[Tensor, ...]:
+    """dq, dk, dv and the gradients of the bias that are wanted, as every backend gives them."""
     given = (q, k, v, do, out, lse) if dlse is None else (q, k, v, do, out, lse, dlse)
     key = _call_key(options, *given)
     known = layout.call_cache.get(key)
@@ -97,9 +100,9 @@ def backward(
         known((*given, *of_rows, *grads))
         return grads
     call = Call(q, k, v, layout, options)
-    grads, of_rows = call.backward(do, dlse, out, lse)
+    grads, of_rows, of_bias = call.backward(do, dlse, out, lse, wanted)
     _remember(key, call, (*given, *of_rows, *grads))
-    return grads
+    return *grads, *of_bias
 
 
 def _call_key(options: CallOptions, *tensors: Tensor) -> tuple[Any, ...] | None:
@@ -138,7 +141,8 @@ class Call:
         self.batch, self.seq_q, self.heads, self.head_dim = q.shape
         self.heads_kv = k.shape[2]
         self.group = self.heads // self.heads_kv
-        self.padded = padded_dim(self.head_dim)
+        self.head_dim_v = v.shape[3]
+        self.padded = padded_dim(max(self.head_dim, self.head_dim_v))
         self.tma, self.hopper, self.configs = _device(q.device, self.padded, q.dtype.itemsize)
         lists = layout.num_heads or 1
         self.own_lists = lists > self.heads_kv  # query heads of a key head follow different ones
@@ -162,50 +166,60 @@ class Call:
         base_e = q.dtype == torch.float32  # else scores are in units of log2
         units_per_nat = 1.0 if base_e else math.log2(math.e)
         self.cap = options.softcap * units_per_nat
-        self.slopes = unused if options.alibi_slopes is None else options.alibi_slopes * units_per_nat
+        self.bias = BiasArguments(options.bias, self.seq_q, unused, units_per_nat)
+        self.slopes = self.bias.slopes
         # A scale of 0 would make NaN of −inf; this small one leaves the scores 0 all the same.
         self.exp_scale = max(abs(options.scale) * units_per_nat, 1e-30)
         self.dropout = round(options.dropout_p * 2**32), 1.0 / (1.0 - options.dropout_p)
         self.flags: dict[str, Any] = {
             "D": self.head_dim,
-            "PADDED_D": self.padded,
+            "PADDED_D": padded_dim(self.head_dim),
+            "D_V": self.head_dim_v,
+            "PADDED_D_V": padded_dim(self.head_dim_v),
             "BLOCK_Q": layout.block_q,
             "BLOCK_K": layout.block_k,
             "NEGATIVE_SCALE": options.scale < 0,
             "HAS_RULE_IDS": layout.by_query.rule_ids.numel() > 0 and not layout.dilated,
             "ONE_INTERVAL": layout.rules.shape[1] == 1,
-            "DOCUMENTS": layout.documents.numel() > 0,
+            "DOCUMENTS": min(num_ranges(layout), 2),
             "PADDING": padding is not None,
             "DOCUMENT_IDS": 0 if ids is None else 1 + (ids.shape[1] > layout.seq_k),
             "DROPOUT": options.seed is not None,
             "DILATED": int(layout.dilated) + int(layout.has_mixed_blocks),
             "SOFTCAP": cap_kind(options.softcap),
-            "ALIBI": options.alibi_slopes is not None,
+            "ALIBI": self.bias.flags["ALIBI"],
             "BASE_E": base_e,
             "PRECISION": precision_of(q.dtype),
         }
+        # Of the plain kernels alone.
+        self.plain_flags = self.flags | {"BITMAPS": int(len(layout.bitmaps) > 0), "BIAS": self.bias.flags["BIAS"]}
 
     def forward(self) -> tuple[Tensor, Tensor]:
         q, k, v = self.q, self.k, self.v
-        out, lse = _results(q)
+        out, lse = results(q, v)
         hashes = self.flags["DROPOUT"] and self.head_dim <= SMALL_HEAD
         if not hashes and self._on_hopper(self.layout.block_q, self.layout.block_k, q, k, v, out):
             self._hopper_forward(out, lse)
             return out, lse
-        grid, owned, config = self._query_grid(self.configs.forward)
+        tiles, owned, config = self._query_tiles(self.configs.forward)
+        grid = (tiles * self.batch * (self.heads // owned["PACK"]),)
         if self._has_few_rows(owned["TILE_Q"] * owned["PACK"], config.tile_q):
             config = FEW_ROWS.forward
         tma, (keys, values) = self._walked(config.tile_k, self.layout.block_k, k, v)
         self._launch(
-            forward_kernel, grid, (q, keys, values, out, lse, *self._by_query(), *self.masks, self.slopes),
+            forward_kernel, grid,
+            (q, keys, values, out, lse, *self._by_query(), *self.masks, self.slopes, self.layout.bitmaps,
+             *self.bias.tensors),
             (*_strides(q, k, v), *self.sizes, self.layout.num_q_blocks, *self.list_sizes, self.exp_scale, self.cap,
-             *self.dropout),
-            **self.flags, **owned, TILE_K=config.tile_k, TMA=tma, **_launch_options(config),
+             *self.dropout, *self.bias.numbers),
+            **self.plain_flags, **owned, TILE_K=config.tile_k, TMA=tma, **self._launch_options(config),
         )  # fmt: skip
         return out, lse
 
-    def backward(self, do: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor) -> tuple[Grads, Rows]:
-        """dq, dk and dv, and the numbers of rows that the kernels took."""
+    def backward(
+        self, do: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, wanted: Sequence[str] = ()
+    ) -> tuple[Grads, Rows, list[Tensor]]:
+        """dq, dk and dv, the numbers of rows that the kernels took, and the gradients of the bias that are wanted."""
         q, k, v, layout, given = self.q, self.k, self.v, self.layout, (do, dlse, out, lse)
         do = contiguous_rows(do)
         out, lse = out.contiguous(), lse.contiguous()  # a ring gives parts of its own
@@ -217,21 +231,29 @@ class Call:
             rows_kernel, (padded_q // tile * self.batch * self.heads,),
             (out, do, lse if dlse is None else dlse, lse, *of_rows[1:]),
             (*do.stride()[:3], self.heads, self.seq_q, padded_q, layout.num_residues),
-            D=self.head_dim, PADDED_D=self.padded, TILE=tile, BASE_E=self.flags["BASE_E"],
+            D=self.head_dim_v, PADDED_D=self.flags["PADDED_D_V"], TILE=tile, BASE_E=self.flags["BASE_E"],
             DLSE=dlse is not None,
         )  # fmt: skip
         if self._on_hopper(layout.block_k, layout.block_q, q, k, v, do):
             self._hopper_backward(do, of_rows, dq, dk, dv, of_keys=True)
         else:
             self._plain_dkv(do, of_rows, dk, dv)
-        if self._on_hopper(layout.block_q, layout.block_k, q, k, v, do):
+        of_bias = None
+        if wanted:
+            of_bias = BiasSums(self.bias, wanted, self.heads, padded_q, self.dropout[1], do, v, dlse, lse)
+        if of_bias is None and self._on_hopper(layout.block_q, layout.block_k, q, k, v, do):
             self._hopper_backward(do, of_rows, dq, dk, dv, of_keys=False)
         else:
-            self._plain_dq(do, of_rows, dq)
-        return (dq, dk, dv), of_rows
+            self._plain_dq(do, of_rows, dq, of_bias)
+        return (dq, dk, dv), of_rows, of_bias.results() if of_bias else []
 
     def _launch(self, *args: Any, **constants: Any) -> None:
         self.launches.append(launcher.launch(*args, **constants))
+
+    def _launch_options(self, config: Config) -> dict[str, int]:
+        """A tile of a bias takes the room of a stage."""
+        stages = max(1, config.num_stages - 1) if self.plain_flags["BIAS"] else config.num_stages
+        return {"num_warps": config.num_warps, "num_stages": stages}
 
     def _has_few_rows(self, own_rows: int, usual: int) -> bool:
         """Whether a tile has few rows because blocks are small."""
@@ -247,31 +269,37 @@ class Call:
         self._launch(
             dkv_kernel, (layout.num_k_blocks * (layout.block_k // tile_k) * self.batch * self.heads_kv,),
             (queries, k, v, grads, *of_rows[1:], dk, dv, *layout.by_key.tensors(), layout.key_work,
-             *self.masks, self.slopes),
-            (*_strides(q, k, v, do), *self.sizes, layout.num_k_blocks, *self.list_sizes, self.exp_scale,
-            self.scale,
-             self.cap, *self.dropout),
-            **self.flags, TILE_Q=config.tile_q, TILE_K=tile_k, PACK=1, TMA=tma, **_launch_options(config),
+             *self.masks, self.slopes, layout.bitmaps, *self.bias.tensors),
+            (*_strides(q, k, v, do), *self.sizes, layout.num_k_blocks, *self.list_sizes, self.exp_scale, self.scale,
+             self.cap, *self.dropout, *self.bias.numbers),
+            **self.plain_flags, TILE_Q=config.tile_q, TILE_K=tile_k, PACK=1, TMA=tma, **self._launch_options(config),
         )  # fmt: skip
 
-    def _plain_dq(self, do: Tensor, of_rows: Rows, dq: Tensor) -> None:
+    def _plain_dq(self, do: Tensor, of_rows: Rows, dq: Tensor, of_bias: BiasSums | None) -> None:
+        """With the gradient of a bias, by launches of some samples and heads each."""
         q, k, v, layout = self.q, self.k, self.v, self.layout
-        grid, owned, config = self._query_grid(self.configs.dq)
+        tiles, owned, config = self._query_tiles(self.configs.dq, alone=of_bias is not None)
         own_rows = owned["TILE_Q"] * owned["PACK"]
         if self.padded <= 64 and self._has_few_rows(own_rows, config.tile_q):
             config = FEW_ROWS.dq._replace(tile_k=own_rows)
         tma, (keys, values) = self._walked(config.tile_k, layout.block_k, k, v)
-        self._launch(
-            dq_kernel, grid,
-            (q, keys, values, do, *of_rows[1:], dq, *self._by_query(), *self.masks, self.slopes),
-            (*_strides(q, k, v, do), *self.sizes, layout.num_q_blocks, *self.list_sizes, self.exp_scale,
-            self.scale,
-             self.cap, *self.dropout),
-            **self.flags, **owned, TILE_K=config.tile_k, TMA=tma, **_launch_options(config),
-        )  # fmt: skip
+        sums = NoSums(layout.bitmaps, self.batch, self.heads) if of_bias is None else of_bias
+        for first_sample, samples, first_head, heads in sums.launches():
+            self._launch(
+                dq_kernel, (tiles * samples * (heads // owned["PACK"]),),
+                (q, keys, values, do, *of_rows[1:], dq, *sums.tensors, *self._by_query(), *self.masks, self.slopes,
+                 layout.bitmaps, *self.bias.tensors),
+                (*_strides(q, k, v, do), *self.sizes, layout.num_q_blocks, *self.list_sizes, self.exp_scale, self.scale,
+                 self.cap, *self.dropout, *self.bias.numbers, *sums.numbers, first_sample, first_head, heads),
+                **self.plain_flags, **sums.flags, **owned, TILE_K=config.tile_k, TMA=tma,
+                **self._launch_options(config),
+            )  # fmt: skip
 
     def _on_hopper(self, own_block: int, block: int, *tensors: Tensor) -> bool:
-        return not _plain_reason(self.hopper, self.head_dim, self.layout, own_block, block, tensors)
+        plain = self.bias.flags["BIAS"] or _plain_reason(
+            self.hopper, self.head_dim, self.layout, own_block, block, tensors
+        )
+        return not plain
 
     def _hopper_forward(self, out: Tensor, lse: Tensor) -> None:
         layout = self.layout
@@ -306,7 +334,7 @@ class Call:
         of_q, of_k = (stream, 64) if of_keys else (64, stream)
         inputs = (self.q, self.k, self.v, do)
         described = self._described(inputs, (of_q, of_k, of_k, of_q))
-        described.append(hopper_forward.describe_rows(of_rows[0], stream))
+        described.append(hopper_common.describe_rows(of_rows[0], stream))
         for programs, schedule in self._schedules(num_blocks, tiles, heads):
             self._launch(
                 hopper_backward.backward_kernel, (programs,),
@@ -324,28 +352,28 @@ class Call:
 
     def _described(self, tensors: Sequence[Tensor], rows: Sequence[int]) -> list[Any]:
         """For the Hopper kernels' copies of so many rows."""
-        return [hopper_forward.describe(x, num, self.layout.num_residues) for x, num in zip(tensors, rows, strict=True)]
+        return [hopper_common.describe(x, num, self.layout.num_residues) for x, num in zip(tensors, rows, strict=True)]
 
     def _hopper_flags(self) -> dict[str, Any]:
-        unknown = ("PADDED_D", "PRECISION", "BASE_E")
+        unknown = ("PADDED_D", "D_V", "PADDED_D_V", "PRECISION", "BASE_E")
         return {name: value for name, value in self.flags.items() if name not in unknown}
 
     def _by_query(self) -> list[Tensor]:
         return [*self.layout.by_query.tensors()[2:], self.layout.query_work]
 
-    def _query_grid(self, config: Config) -> tuple[tuple[int], dict[str, int], Config]:
-        """The grid of a kernel whose programs own queries, and what each owns: small blocks take heads together."""
+    def _query_tiles(self, config: Config, *, alone: bool = False) -> tuple[int, dict[str, int], Config]:
+        """Tiles of a head in a kernel whose programs own queries, and what each owns: small blocks take heads together,
+        unless they are to be `alone`."""
         tile = min(config.tile_q, self.layout.block_q)
         even = self.group & -self.group
-        pack = 1 if self.own_lists else min(even, config.tile_q // tile)
+        pack = 1 if self.own_lists or alone else min(even, config.tile_q // tile)
         tiles = self.layout.num_q_blocks * (self.layout.block_q // tile)
-        grid = (tiles * self.batch * (self.heads // pack),)
-        return grid, {"TILE_Q": tile, "PACK": pack}, for_rows(config, tile * pack)
+        return tiles, {"TILE_Q": tile, "PACK": pack}, for_rows(config, tile * pack)
 
     def _walked(self, tile: int, block: int, *tensors: Tensor) -> tuple[bool, list[Any]]:
         """Tensors that a program walks in tiles: descriptors for the copy engine where all of them allow it."""
-        tma = self.tma and tile <= block and self.head_dim == self.padded and self.layout.num_residues == 1
-        tma = tma and all(map(_tma_compatible, tensors))
+        tma = self.tma and tile <= block and self.layout.num_residues == 1
+        tma = tma and all(x.shape[3] == padded_dim(x.shape[3]) and _tma_compatible(x) for x in tensors)
         if not tma:
             return False, list(tensors)
         return True, [_tma_descriptor(x, tile) for x in tensors]
@@ -353,14 +381,18 @@ class Call:
 
 def kernels_of(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, options: CallOptions) -> dict[str, str]:
     """Which kernels a call and its gradient run on, and why. Asks what a launch asks, and launches nothing."""
-    _, hopper, _ = _device(q.device, padded_dim(q.shape[3]), q.dtype.itemsize)
+    _, hopper, _ = _device(q.device, padded_dim(max(q.shape[3], v.shape[3])), q.dtype.itemsize)
 
     def plain_reason(own_block: int, block: int) -> str | None:
+        if options.bias is not None and not options.bias.is_alibi:
+            return "the others add no bias but a slope for each head"
         return _plain_reason(hopper, q.shape[3], layout, own_block, block, (q, k, v))
 
     reasons = {"forward": plain_reason(layout.block_q, layout.block_k)}
     reasons["backward, dk and dv"] = plain_reason(layout.block_k, layout.block_q)
     reasons["backward, dq"] = reasons["forward"]
+    if options.learned():
+        reasons["backward, dq"] = reasons["forward"] or "it sums the gradient of the bias"
     if options.dropout_p > 0 and q.shape[3] <= SMALL_HEAD:
         reasons["forward"] = reasons["forward"] or "it is faster for dropout with small heads"
     return {
@@ -370,13 +402,19 @@ def kernels_of(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, options: Ca
 
 
 def _plain_reason(
-    hopper: bool, head_dim: int, layout: BlockLayout, own_block: int, block: int, tensors: Iterable[Tensor]
+    hopper: bool, head_dim: int, layout: BlockLayout, own_block: int, block: int, tensors: Sequence[Tensor]
 ) -> str | None:
     """Why a plain kernel runs instead of a warp-specialised one that owns blocks of one size and walks the other."""
     if not hopper:
         return "the others are for 16-bit tensors on a GPU of compute capability 9.0"
     if head_dim not in HOPPER_FORWARD:
         return f"the others are for heads of {' or '.join(map(str, HOPPER_FORWARD))}"
+    if any(x.shape[3] != head_dim for x in tensors):
+        return "the others are for v as wide as q and k"
+    if num_ranges(layout) > 1:
+        return "the others know one range of keys a query, such as documents"
+    if len(layout.bitmaps):
+        return "the others read no bitmaps"
     if own_block % 128 or block % 64:
         return "the others own blocks of 128 and walk blocks of 64"
     # The copy engine reaches the tokens of a residue class where all classes are equally long.
@@ -387,9 +425,15 @@ def _plain_reason(
     return None
 
 
-def _results(q: Tensor) -> tuple[Tensor, Tensor]:
+def num_ranges(layout: BlockLayout) -> int:
+    """Ranges of keys that its rules name."""
+    return len(layout.documents) // 2 if layout.documents.numel() else 0
+
+
+def results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """New out, as wide as v, and lse."""
     batch, seq_q, heads, _ = q.shape
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    out = torch.empty(batch, seq_q, heads, v.shape[3], dtype=q.dtype, device=q.device)
     return out, torch.empty(batch, heads, seq_q, dtype=torch.float32, device=q.device)
 
 
@@ -429,11 +473,7 @@ def _strides(*tensors: Tensor) -> tuple[int, ...]:
     return tuple(stride for x in tensors for stride in x.stride()[:3])
 
 
-def _launch_options(config: Config) -> dict[str, int]:
-    return {"num_warps": config.num_warps, "num_stages": config.num_stages}
-
-
-@lru_cache
+@cached(128, "which kernels a device runs, and its tiles")
 def _device(device: torch.device, padded: int, itemsize: int) -> tuple[bool, bool, Configs]:
     """Whether the device has a copy engine, whether it runs the Hopper kernels, and its tiles."""
     capability = _capability(device)
@@ -448,7 +488,7 @@ def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
 
 
-@lru_cache
+@cached(128, "numbers of processors of devices")
 def num_processors(device: torch.device) -> int:
     """A few in the interpreter."""
     return 4 if device.type != "cuda" else torch.cuda.get_device_properties(device).multi_processor_count

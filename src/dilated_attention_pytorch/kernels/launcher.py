@@ -11,6 +11,8 @@ import torch
 import triton
 from torch import Tensor
 
+from ..caches import register_container
+
 try:
     from triton.backends.nvidia import driver
 except ImportError:  # a Triton for other devices, which runs the kernels in its interpreter at most
@@ -88,7 +90,11 @@ class Launched(NamedTuple):
     data: tuple[Any, ...]
 
 
+# Where kernels are compiled ahead: whether a launch is to be left out (`kernels.ahead`).
+keep_back: Callable[[Any, Sequence[Any], tuple[Any, ...], dict[str, Any]], bool] | None = None
+
 _bound: dict[tuple[Any, ...], Bound] = {}
+register_container(_bound, "kernels.launcher._bound", "compiled kernels, ready to be launched", bound=MOST)
 
 
 def launch(
@@ -104,7 +110,7 @@ def launch(
         data: tensors and tensor descriptors, last a tensor, which says on which device.
 
     Returns:
-        how to do it again; None in Triton's interpreter.
+        how to do it again; None in Triton's interpreter, and for a launch that is kept back.
     """
     device = data[-1].device
     if device.type == "cuda" and device.index != torch.cuda.current_device():  # Triton launches on the current one
@@ -115,6 +121,8 @@ def launch(
     if found is not None:
         found(data)
         return Launched(found, data)
+    if keep_back is not None and keep_back(kernel, data, numbers, constants):
+        return None
     compiled = kernel[grid](*data, *numbers, **constants)
     if compiled is None:  # Triton's interpreter
         return None

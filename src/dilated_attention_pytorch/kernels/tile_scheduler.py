@@ -16,13 +16,13 @@ call is therefore split into several launches, each of which covers some neighbo
 every head.
 """
 
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from ..caches import cached
 from ..layout.lists import HOST
 
 ROUND_ROBIN, SNAKE, PAIRED = 0, 1, 2
@@ -39,7 +39,7 @@ class TileSchedule(NamedTuple):
     order: int
 
 
-@lru_cache(maxsize=1024)
+@cached(1024, "launches of persistent kernels, by numbers of tiles")
 def tile_schedules(
     tiles_per_head: int, neighbourhood: int, heads: int, processors: int
 ) -> tuple[tuple[int, TileSchedule], ...]:

@@ -25,6 +25,7 @@ from ..patterns.base import check_int
 from ..patterns.blocks import ceil_div
 from ..patterns.branches import Branches
 from ..patterns.tokens import EVERYTHING, Interval
+from .bitmaps import NO_BITMAPS
 from .checks import MAX_SEQUENCE, check_sizes
 from .layout import BlockLayout
 from .lists import BlockList
@@ -83,6 +84,7 @@ def layout_of_branches(
         num_residues=num_residues,
         branches=torch.tensor([[(*b, 0, 0) for b in head] for head in heads], dtype=torch.int32, device=device),
         has_mixed_blocks=bool((by_query.rule_ids == 0).any()),
+        bitmaps=NO_BITMAPS.to(device),
         checked=True,
     )
     return layout if queries is None else _moved(layout, asked.start + len(asked) - seq_q, 0)

@@ -1,8 +1,7 @@
 """From a pattern to its blocks, in time and memory proportional to the blocks found.
 
-A pattern is first written as a union of terms, each one token interval and any number of block rules that must all
-hold. Every term then lists its candidate blocks for a few rows at a time; lists are intersected and joined by sorting.
-No step looks at pairs of blocks that no rule names.
+A pattern is first written as a union of terms (`layout.terms`). Every term then lists its candidate blocks for a few
+rows at a time; lists are intersected and joined by sorting. No step looks at pairs of blocks that no rule names.
 
 Everything about whole rows, above all how many blocks each has, is computed on the host, and the blocks are listed on
 the device. The host synchronises with the device only where the number of blocks depends on what was listed: in unions
@@ -11,129 +10,24 @@ and intersections of rules, and in dilated blocks that may have fewer candidates
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import singledispatch
-from itertools import pairwise, product
-from math import prod
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from ..patterns import (
-    And,
-    Documents,
-    Full,
-    GlobalTokens,
-    Or,
-    Pattern,
-    PerHead,
-    SlidingWindow,
-)
+from ..patterns import RangePattern
 from ..patterns.blocks import BlockPattern, ceil_div
-from ..patterns.tokens import EVERYTHING, UNBOUNDED, Interval
+from ..patterns.tokens import EVERYTHING, Interval
 from .block_rules import fine_blocks, width_of
 from .lists import HOST, BlockList, send
-from .rules import NOTHING, document_bounds
+from .ranges import bounds_of
 from .runs import edges_of, ragged, rows_of
+from .terms import Term
 
 # Candidate blocks handled at a time; bounds the temporary memory of a build.
 CHUNK = 1 << 19
-
-# A block's rule is the set of intervals that reach it, so the table has a row for every set.
-MAX_INTERVALS = 6
-
-# An intersection of unions has a term for every choice of one part of each.
-MAX_TERMS = 64
-
-
-# Intervals that are a whole pattern, and its name.
-WHOLE = {EVERYTHING: "full", EVERYTHING & Interval(right=0): "causal"}
-
-
-@dataclass(frozen=True)
-class Term:
-    """Allowed where the interval allows and every block rule does."""
-
-    interval: Interval
-    rules: tuple[BlockPattern, ...] = ()
-
-
-@singledispatch
-def terms_of(pattern: Pattern) -> list[Term]:
-    """The pattern as a union of terms."""
-    raise TypeError(f"no layout can be built from a pattern of type {type(pattern).__name__}")
-
-
-@terms_of.register
-def _(pattern: Full) -> list[Term]:
-    return [Term(EVERYTHING)]
-
-
-@terms_of.register
-def _(pattern: SlidingWindow) -> list[Term]:
-    left, right = (UNBOUNDED if bound is None else min(bound, UNBOUNDED) for bound in (pattern.left, pattern.right))
-    return [Term(Interval(left, right))]
-
-
-@terms_of.register
-def _(pattern: GlobalTokens) -> list[Term]:
-    count = min(pattern.count, UNBOUNDED)
-    rows = [Term(Interval(query_stop=count))] if pattern.queries else []
-    return [Term(Interval(key_stop=count)), *rows]
-
-
-@terms_of.register
-def _(pattern: Documents) -> list[Term]:
-    return [Term(Interval(same_document=1))]
-
-
-@terms_of.register
-def _(pattern: BlockPattern) -> list[Term]:
-    return [Term(EVERYTHING, (pattern,))]
-
-
-@terms_of.register
-def _(pattern: Or) -> list[Term]:
-    return list(dict.fromkeys(term for part in pattern.parts for term in terms_of(part)))
-
-
-@terms_of.register
-def _(pattern: And) -> list[Term]:
-    joined = []
-    parts = [terms_of(part) for part in pattern.parts]
-    if prod(map(len, parts)) > MAX_TERMS:
-        raise ValueError(f"a pattern may be a union of at most {MAX_TERMS} parts once written out, got {pattern}")
-    for choice in product(*parts):
-        interval = EVERYTHING
-        for term in choice:
-            interval = interval & term.interval
-        joined.append(Term(interval, tuple(dict.fromkeys(rule for term in choice for rule in term.rules))))
-    return list(dict.fromkeys(joined))
-
-
-def kind_of(pattern: Pattern) -> str | None:
-    """`BlockLayout.kind`: "full" or "causal" if the pattern is that for all heads."""
-    heads = set(pattern.patterns) if isinstance(pattern, PerHead) else {pattern}
-    terms = terms_of(next(iter(heads)))
-    alone = len(heads) == 1 and len(terms) == 1 and not terms[0].rules
-    return WHOLE.get(terms[0].interval) if alone else None
-
-
-def documents_of(pattern: Pattern) -> set[Documents]:
-    """The different `Documents` in a pattern."""
-    if isinstance(pattern, Documents):
-        return {pattern}
-    parts = getattr(pattern, "parts", ()) or getattr(pattern, "patterns", ())
-    return set().union(*(documents_of(part) for part in parts))
-
-
-def rule_table(intervals: list[Interval]) -> list[list[Interval]]:
-    """Every set of intervals as one rule: number `bits − 1` holds the intervals whose bit is set."""
-    return [
-        [interval if bits >> i & 1 else NOTHING for i, interval in enumerate(intervals)]
-        for bits in range(1, 1 << len(intervals))
-    ]
 
 
 @dataclass(frozen=True)
@@ -179,31 +73,22 @@ def find_blocks(
     device: torch.device,
     *,
     named: int | None = None,
-    starts: tuple[int, ...] = (),
     query_blocks: Tensor | None = None,
 ) -> Iterator[BlockList]:
     """The lists of a union of terms, a few rows at a time, in order.
 
     Args:
         named: the number of the first of their rules; None if they have one rule, which needs no ids.
-        starts: of the documents, if a term depends on them.
         query_blocks: the rows that are asked for, ascending; all by default.
     """
-    (seq_q, seq_k), (block_q, block_k) = lengths, blocks
-    num_columns = ceil_div(seq_k, block_k)
-    if query_blocks is None:
-        head = torch.arange(seq_k - seq_q, seq_k, block_q, dtype=torch.int32, device=HOST)
-    else:
-        head = (query_blocks.cpu() * block_q + (seq_k - seq_q)).int()
-    spans = [None if _whole(term, seq_k) else Span.of(term.interval, head, seq_k, blocks, starts) for term in terms]
-    for start, stop in _row_chunks(terms, spans, len(head), seq_k, blocks):
-        found = []
-        for term, span in zip(terms, spans, strict=True):
-            here = None if span is None else span.rows(start, stop)
-            if term.rules or here is None:
-                found.append(_of_rules(term.rules, here, head[start:stop], lengths, blocks, device))
-            else:
-                found.append(_of_span(here, device))
+    seq_k, num_columns = lengths[1], ceil_div(lengths[1], blocks[1])
+    head = first_positions(lengths, blocks[0], query_blocks)
+    spans = [span_of(term, head, seq_k, blocks) for term in terms]
+    for start, stop in row_chunks(terms, spans, len(head), seq_k, blocks):
+        found = [
+            blocks_of(term, None if span is None else span.rows(start, stop), head[start:stop], lengths, blocks, device)
+            for term, span in zip(terms, spans, strict=True)
+        ]
         if len(found) == 1 and named is None and found[0].count is not None:
             yield found[0].listed()
             continue
@@ -217,6 +102,38 @@ def find_blocks(
             key, state = _union(key, state, len(intervals))
         rule_ids = None if named is None else state + (named - 1)
         yield BlockList.pack(key // num_columns, key % num_columns, state > 0, rule_ids, stop - start)
+
+
+def first_positions(lengths: tuple[int, int], block_q: int, query_blocks: Tensor | None) -> Tensor:
+    """int32 on the host: the position of the first query of each row."""
+    seq_q, seq_k = lengths
+    if query_blocks is None:
+        return torch.arange(seq_k - seq_q, seq_k, block_q, dtype=torch.int32, device=HOST)
+    return (query_blocks.cpu() * block_q + (seq_k - seq_q)).int()
+
+
+def span_of(term: Term, head: Tensor, seq_k: int, blocks: tuple[int, int]) -> Span | None:
+    """None where a term is its block rules and nothing else: no token rule, and every block has all its keys."""
+    sizes = [rule.block_size for rule in term.rules]
+    if sizes and term.interval == EVERYTHING and not term.ranges and not any(seq_k % size for size in sizes):
+        return None
+    return Span.of(term.interval, head, seq_k, blocks, term.ranges)
+
+
+def blocks_of(
+    term: Term,
+    span: Span | None,
+    head: Tensor,
+    lengths: tuple[int, int],
+    blocks: tuple[int, int],
+    device: torch.device,
+) -> Found:
+    """The blocks of a term without grids in the rows of a span."""
+    if term.rules or span is None:
+        found = _of_rules(term.rules, span, head, lengths, blocks, device)
+    else:
+        found = _of_span(span, device)
+    return _seen(found, term, head, lengths[1], blocks) if term.may_skip else found
 
 
 def _union(key: Tensor, state: Tensor, num_intervals: int) -> tuple[Tensor, Tensor]:
@@ -247,25 +164,33 @@ class Span:
 
     @classmethod
     def of(
-        cls, interval: Interval, head: Tensor, seq_k: int, blocks: tuple[int, int], starts: tuple[int, ...] = ()
+        cls,
+        interval: Interval,
+        head: Tensor,
+        seq_k: int,
+        blocks: tuple[int, int],
+        ranges: tuple[RangePattern, ...] = (),
+        tail: Tensor | None = None,
     ) -> Span:
-        """Of rows whose first queries have the positions `head`, where documents start at `starts`."""
+        """Of rows whose first queries have the positions `head`, inside `ranges` of keys; and the last ones `tail`,
+        where that is not the end of the block."""
         block_q, block_k = blocks
-        left, right, key_stop, query_stop, same_document = interval
+        left, right, key_stop, query_stop, _ = interval
         head = head.int()  # half the work of eight bytes: a position and a bound together are below 2³¹ − 1
         # First and last query together, which halves the operators: the queries, those of them that see any key, the
         # first keys that they see, and the keys behind the last ones.
-        ends = torch.stack((head, (head + (block_q - 1)).clamp_(max=seq_k - 1)))
+        tail = (head + (block_q - 1)).clamp_(max=seq_k - 1) if tail is None else tail
+        ends = torch.stack((head, tail))
         seeing = ends if query_stop >= seq_k else ends.clamp(max=query_stop - 1)
         first, stop = (ends - left).clamp_(min=0), (seeing + (right + 1)).clamp_(min=0, max=min(key_stop, seq_k))
-        if same_document:
-            first = torch.maximum(first, document_bounds(starts, ends)[0])
-            stop = torch.minimum(stop, document_bounds(starts, seeing)[1])
+        if ranges:
+            first = torch.maximum(first, bounds_of(ranges, ends)[0])
+            stop = torch.minimum(stop, bounds_of(ranges, seeing)[1])
         columns = torch.cat((first, stop))
         columns[1::2].add_(block_k - 1)
         columns >>= block_k.bit_length() - 1  # a power of two, and dividing costs a CPU four times as much
         touched, first_full, stop_full, behind = columns.unbind()
-        if min(key_stop, query_stop) < seq_k:  # then some may see nothing
+        if min(key_stop, query_stop) < seq_k or min(left, right) < 0 or ranges:  # then some may see nothing
             stop_full = stop_full.masked_fill(seeing[1] < ends[1], 0)
             behind = torch.where((stop[1] <= first[0]) | (seeing[0] < head), touched, behind)
         return cls(touched, behind, first_full, stop_full)
@@ -279,16 +204,15 @@ class Span:
         return [self.first, self.stop, self.first_full, self.stop_full]
 
 
-def _whole(term: Term, seq_k: int) -> bool:
-    """Whether a term is its block rules and nothing else: no token rule, and every block has all its keys."""
-    sizes = [rule.block_size for rule in term.rules]
-    return bool(sizes) and term.interval == EVERYTHING and not any(seq_k % size for size in sizes)
-
-
-def _row_chunks(
-    terms: list[Term], spans: list[Span | None], num_rows: int, seq_k: int, blocks: tuple[int, int]
+def row_chunks(
+    terms: Sequence[Term],
+    spans: Sequence[Span | None],
+    num_rows: int,
+    seq_k: int,
+    blocks: tuple[int, int],
+    more: Tensor | None = None,
 ) -> list[tuple[int, int]]:
-    """Runs of rows with about CHUNK candidates each; a single row may have more."""
+    """Runs of rows with about CHUNK candidates each; a single row may have more. `more`: of each row, besides."""
     block_q, block_k = blocks
     width = sum(
         width_of(rule, ceil_div(seq_k, rule.block_size)) * (rule.block_size // block_k)
@@ -296,11 +220,12 @@ def _row_chunks(
     )  # fmt: skip
     alone = [(term.interval, span) for term, span in zip(terms, spans, strict=True) if span and not term.rules]
     touched = (min(ceil_div(seq_k, block_k), (i.left + i.right + block_q) // block_k + 2) for i, _ in alone)
-    if num_rows * (width + sum(touched)) <= CHUNK:  # an upper bound: no need to count
+    if num_rows * (width + sum(touched)) <= CHUNK and more is None:  # an upper bound: no need to count
         return [(0, num_rows)]
     counts = torch.full((num_rows,), width, device=HOST)
     for _, span in alone:
         counts += span.stop - span.first
+    counts = counts if more is None else counts + more
     total = counts.cumsum(0)
     marks = torch.arange(CHUNK, int(total[-1]) + CHUNK, CHUNK, device=HOST)
     edges = sorted({0, *(torch.searchsorted(total, marks, right=True)).tolist(), num_rows})
@@ -341,6 +266,24 @@ def _of_rules(
         row, column = row[inside], column[inside]
     partial = (column < first_full[row]) | (column >= stop_full[row])
     return Found(column, row * 2 + partial)
+
+
+def _seen(found: Found, term: Term, head: Tensor, seq_k: int, blocks: tuple[int, int]) -> Found:
+    """Of the blocks between the first and the last key of a row those that some query of it sees."""
+    state, column = found.rows(), found.column.long()
+    position = head[:, None] + torch.arange(blocks[0], dtype=torch.int32, device=HOST)
+    first, stop = bounds_of(term.ranges, position.clamp_(max=seq_k - 1))
+    first = torch.maximum(first, position - term.interval.left)
+    stop = torch.minimum(stop, (position + (term.interval.right + 1)).clamp(max=min(term.interval.key_stop, seq_k)))
+    stop = torch.where(position < term.interval.query_stop, stop, 0)
+    first, stop = send((first, stop), column.device)
+    at_once = max(1, CHUNK // blocks[0])
+    kept = [
+        ((first[row] < (here + blocks[1])[:, None]) & (stop[row] > torch.maximum(first[row], here[:, None]))).any(1)
+        for row, here in zip((state // 2).split(at_once), (column * blocks[1]).split(at_once), strict=True)
+    ]
+    seen = torch.cat(kept) if kept else column.new_empty(0, dtype=torch.bool)
+    return Found(found.column[seen], state[seen])
 
 
 def _all_of(lists: list[Tensor]) -> Tensor:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,10 +13,14 @@ from ..patterns.base import check_int
 from ..patterns.blocks import ceil_div
 from ..patterns.tokens import EVERYTHING, Interval
 from . import build
-from .checks import block_pair, check_device, check_rows, check_sizes
+from .bitmaps import NO_BITMAPS, UniqueBitmaps
+from .checks import block_pair, check_device, check_mask, check_rows, check_sizes
 from .lists import HOST, BlockList, send
-from .rules import NO_BRANCHES, NO_DOCUMENTS, NOTHING, document_bounds, num_tokens
+from .pairs import find_pairs
+from .ranges import bounds_of
+from .rules import NO_BRANCHES, NO_DOCUMENTS, NOTHING, num_tokens
 from .slicing import renumbered, tokens_of
+from .terms import MAX_INTERVALS, Term, check_grids, kind_of, numbered, ranges_of, rule_table, terms_of
 
 if TYPE_CHECKING:
     from .layout import BlockLayout
@@ -33,16 +37,8 @@ def from_pattern(
     query_blocks: Tensor | None,
 ) -> BlockLayout:
     """See `BlockLayout.from_pattern`."""
-    if not isinstance(pattern, Pattern):
-        raise TypeError(f"pattern must be a Pattern, got {type(pattern).__name__}")
-    seq_k = seq_q if seq_k is None else seq_k
-    lengths, blocks = check_sizes(seq_q, seq_k, block_size)
-    for size in pattern.block_sizes:
-        if size % blocks[0] or size % blocks[1]:
-            raise ValueError(
-                f"block_size must divide the block size {size} that the pattern is written in, got {block_size}"
-            )
-    starts = _document_starts(pattern)
+    lengths, blocks = check_pattern(pattern, (seq_q, seq_q if seq_k is None else seq_k), block_size)
+    seq_k = lengths[1]
     heads = pattern.patterns if isinstance(pattern, PerHead) else (pattern,)
     if num_heads is not None:
         check_int("num_heads", num_heads, least=1)
@@ -51,71 +47,108 @@ def from_pattern(
     device = check_device("cpu" if device is None else device)
     if query_blocks is not None:
         check_rows("query_blocks", query_blocks, ceil_div(seq_q, blocks[0]), device)
+    different = tuple(dict.fromkeys(heads))
+    terms_of_head = {head: terms_of(head) for head in different}
+    plain = [head for head, terms in terms_of_head.items() if not any(term.grids for term in terms)]
+    of_heads, ranges = numbered(terms_of_head[head] for head in plain)
+    terms_of_head.update(zip(plain, of_heads, strict=True))
     documents = torch.empty_like(NO_DOCUMENTS, device=device)
-    if starts:
-        if starts[-1] != seq_k:
-            raise ValueError(f"the lengths of Documents must add up to seq_k = {seq_k}, got {starts[-1]}")
+    if ranges:
         position = torch.arange(seq_k - seq_q, seq_k, dtype=torch.int32, device=device)
         if query_blocks is not None:
             position = tokens_of(query_blocks, blocks[0], seq_q).int() + (seq_k - seq_q)
-        documents = document_bounds(starts, position)
-    by_query, rules = _find_lists(heads, lengths, blocks, device, starts, query_blocks)
+        bounds = [bounds_of(each, position) for each in ranges]
+        documents = bounds[0] if len(bounds) == 1 else torch.cat(bounds)
+    found = _find_lists(heads, terms_of_head, lengths, blocks, device, query_blocks)
     layout = cls(
         seq_q=seq_q if query_blocks is None else num_tokens(query_blocks, blocks[0], seq_q),
         seq_k=seq_k,
         block_q=blocks[0],
         block_k=blocks[1],
-        by_query=by_query,
+        by_query=found.by_query,
         num_heads=len(heads) if len(heads) > 1 else None,
-        rules=send((rules,), device)[0],
+        rules=send((found.rules,), device)[0],
         documents=documents,
         branches=torch.empty_like(NO_BRANCHES, device=device),
-        kind=build.kind_of(pattern) if query_blocks is None else None,
+        bitmaps=found.bitmaps,
+        evaluated=found.evaluated,
+        kind=kind_of(pattern, (seq_q, seq_k)) if query_blocks is None else None,
         checked=True,
     )
     return layout if query_blocks is None else renumbered(layout, query_blocks, seq_q, None, seq_k)
 
 
-def _document_starts(pattern: Pattern) -> tuple[int, ...]:
-    """Of the `Documents` in a pattern; empty if there are none."""
-    packings = build.documents_of(pattern)
-    if len(packings) > 1:
-        raise ValueError(f"a pattern may contain one packing of documents, got {len(packings)}: {packings}")
-    return next(iter(packings)).starts if packings else ()
+def check_pattern(
+    pattern: Pattern, lengths: tuple[int, int], block_size: int | tuple[int, int]
+) -> tuple[tuple[int, int], tuple[int, int]]:
+    """The lengths, and both block sizes, if a layout of them can have this pattern."""
+    if not isinstance(pattern, Pattern):
+        raise TypeError(f"pattern must be a Pattern, got {type(pattern).__name__}")
+    lengths, blocks = check_sizes(*lengths, block_size)
+    for size in pattern.block_sizes:
+        if size % blocks[0] or size % blocks[1]:
+            raise ValueError(
+                f"block_size must divide the block size {size} that the pattern is written in, got {block_size}"
+            )
+    for total in sorted({each.total for each in ranges_of(pattern) if each.total is not None}):
+        if total != lengths[1]:
+            raise ValueError(f"the lengths of Documents and KeyRanges must add up to seq_k = {lengths[1]}, got {total}")
+    check_grids(pattern, lengths[1])
+    return lengths, blocks
+
+
+class _Lists(NamedTuple):
+    """The lists of all heads one after the other, the table of their rules, on the host, and their bitmaps."""
+
+    by_query: BlockList
+    rules: Tensor
+    bitmaps: Tensor
+    evaluated: int
 
 
 def _find_lists(
     heads: Sequence[Pattern],
+    terms_of_head: Mapping[Pattern, list[Term]],
     lengths: tuple[int, int],
     blocks: tuple[int, int],
     device: torch.device,
-    starts: tuple[int, ...],
     query_blocks: Tensor | None,
-) -> tuple[BlockList, Tensor]:
-    """The lists of all heads one after the other, and the table of their rules, on the host."""
+) -> _Lists:
     table: list[list[Interval]] = []
     lists: dict[Pattern, BlockList] = {}
     single = len(set(heads)) == 1
-    for head in dict.fromkeys(heads):
-        terms = build.terms_of(head)
+    grids = [head for head, terms in terms_of_head.items() if any(term.grids for term in terms)]
+    for head, terms in terms_of_head.items():
+        if head in grids:
+            continue
         intervals = list(dict.fromkeys(term.interval for term in terms))
-        if len(intervals) > build.MAX_INTERVALS:
+        if len(intervals) > MAX_INTERVALS:
             raise ValueError(
-                f"a pattern may be a union of at most {build.MAX_INTERVALS} different token rules, got "
+                f"a pattern may be a union of at most {MAX_INTERVALS} different token rules, got "
                 f"{len(intervals)}: {head}"
             )
         # A single rule needs no ids.
         named = None if single and len(intervals) == 1 else len(table)
         lists[head] = BlockList.concat(
-            build.find_blocks(
-                terms, intervals, lengths, blocks, device, named=named, starts=starts, query_blocks=query_blocks
-            )
+            build.find_blocks(terms, intervals, lengths, blocks, device, named=named, query_blocks=query_blocks)
         )
-        table += build.rule_table(intervals)
+        table += rule_table(intervals)
+    bitmaps, evaluated = torch.empty_like(NO_BITMAPS, device=device), 0
+    if grids:
+        found = UniqueBitmaps(*blocks, device)
+        for head in grids:
+            lists[head], asked = find_pairs(terms_of_head[head], lengths, blocks, device, found, query_blocks)
+            evaluated += asked
+        for head in grids if len(found) else ():
+            lists[head].rule_ids.add_(len(table))  # the rules that name a bitmap each are the last ones
+        table += [[Interval(key_range=-1 - number)] for number in range(len(found))]
+        table = table or [[EVERYTHING]]  # there must be one
+        bitmaps = found.table()
     by_query = lists[heads[0]] if len(heads) == 1 else BlockList.concat(lists[head] for head in heads)
     width = max(len(rule) for rule in table)
     table = [rule + [NOTHING] * (width - len(rule)) for rule in table]
-    return by_query, torch.tensor(table, dtype=torch.int32, device=HOST)
+    rules = torch.tensor(table, dtype=torch.int32, device=HOST)
+    return _Lists(by_query.unnamed() if grids and len(table) == 1 else by_query, rules, bitmaps, evaluated)
 
 
 def from_block_mask(
@@ -126,14 +159,7 @@ def from_block_mask(
     seq_k: int | None,
 ) -> BlockLayout:
     """See `BlockLayout.from_block_mask`."""
-    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-        raise TypeError(f"mask must be a bool tensor, got {getattr(mask, 'dtype', type(mask).__name__)}")
-    if mask.ndim not in (2, 3, 4):
-        raise ValueError(
-            f"mask must have shape [nq, nk], [heads, nq, nk] or [batch, heads, nq, nk], got {list(mask.shape)}"
-        )
-    if 0 in mask.shape:
-        raise ValueError(f"mask must not be empty, got shape {list(mask.shape)}")
+    check_mask(mask, "nq, nk")
     num_q, num_k = mask.shape[-2:]
     block_q, block_k = block_pair(block_size)
     seq_q = num_q * block_q if seq_q is None else seq_q
@@ -156,6 +182,7 @@ def from_block_mask(
         rules=torch.tensor([[EVERYTHING]], dtype=torch.int32, device=mask.device),
         documents=NO_DOCUMENTS.to(mask.device),
         branches=NO_BRANCHES.to(mask.device),
+        bitmaps=NO_BITMAPS.to(mask.device),
         kind="full" if len(row) == mask.numel() else None,
         checked=True,
     )

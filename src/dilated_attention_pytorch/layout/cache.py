@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from ..caches import register_cache
 from ..patterns import Branches, Pattern
 from ..patterns.base import check_int
 from .branches import layout_of_branches
@@ -36,7 +37,7 @@ from .layout import BlockLayout
 CAPACITY = 100
 
 FORMAT = "dilated-attention-layout"
-VERSION = 1  # of the files, and of what a pattern means: another layout for the same pattern needs another number
+VERSION = 2  # of the files, and of what a pattern means: another layout for the same pattern needs another number
 LARGEST_HEADER = 1 << 20
 
 
@@ -254,8 +255,18 @@ def set_pattern_cache(cache: PersistentPatternCache) -> PersistentPatternCache:
 
 
 def clear_layout_cache() -> None:
-    """Drop every cached layout and free its memory."""
+    """Drop every cached layout and free its memory. `clear_caches` empties all other caches too."""
     _cache.clear()
+
+
+register_cache(
+    "layout.cache._cache",
+    "layouts of patterns, of the `PersistentPatternCache` of the process",
+    bound=lambda: _cache.max_size,
+    entries=lambda: len(_cache),
+    clear=clear_layout_cache,
+    nbytes=lambda: _cache.nbytes,
+)
 
 
 def load_layout(path: str | os.PathLike[str]) -> BlockLayout:

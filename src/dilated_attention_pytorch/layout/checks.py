@@ -11,6 +11,7 @@ from torch import Tensor
 from ..patterns.base import check_int, shown
 from ..patterns.blocks import check_block_size
 from ..patterns.tokens import EVERYTHING, UNBOUNDED
+from .bitmaps import UNIT
 from .lists import BlockList
 
 if TYPE_CHECKING:
@@ -44,6 +45,18 @@ def check_rows(name: str, blocks: Tensor, num_blocks: int, device: torch.device)
     if first < 0 or last >= num_blocks or (len(blocks) > 1 and not bool((blocks.diff() > 0).all())):
         got = ", ".join(map(str, blocks[:20].tolist())) + (", …" if len(blocks) > 20 else "")
         raise ValueError(f"{name} must be block numbers from 0 to {num_blocks - 1} that ascend, got [{got}]")
+
+
+def check_mask(mask: object, sides: str) -> None:
+    """A bool mask with these sides, and optionally heads, or samples and heads, before them."""
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+        raise TypeError(f"mask must be a bool tensor, got {getattr(mask, 'dtype', type(mask).__name__)}")
+    if mask.ndim not in (2, 3, 4):
+        raise ValueError(
+            f"mask must have shape [{sides}], [heads, {sides}] or [batch, heads, {sides}], got {list(mask.shape)}"
+        )
+    if 0 in mask.shape:
+        raise ValueError(f"mask must not be empty, got shape {list(mask.shape)}")
 
 
 def check_sizes(seq_q: int, seq_k: int, block_size: int | tuple[int, int]) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -86,8 +99,14 @@ def check_layout(layout: BlockLayout) -> None:
         raise ValueError(f"rules must have shape [rules, intervals, {len(EVERYTHING)}], got {list(rules.shape)}")
     if (rules.long().abs() > UNBOUNDED).any():
         raise ValueError(f"rules must hold values between {-UNBOUNDED} and {UNBOUNDED}, got {int(rules.abs().max())}")
-    if documents.shape not in ((2, 0), (2, lengths[0])):
-        raise ValueError(f"documents must have shape [2, seq_q = {lengths[0]}] or [2, 0], got {list(documents.shape)}")
+    if documents.ndim != 2 or len(documents) % 2 or documents.shape[1] not in (0, lengths[0]):
+        raise ValueError(
+            f"documents must have shape [2 a range, seq_q = {lengths[0]}] or [2, 0], got {list(documents.shape)}"
+        )
+    if documents.numel() and (rules[..., 4].long() * 2 > len(documents)).any():
+        most = int(rules[..., 4].max())
+        raise ValueError(f"rules must name ranges of documents, of which there are {len(documents) // 2}, got {most}")
+    _check_bitmaps(layout)
     if lists.rule_ids.ndim != 1:
         raise ValueError(f"rule_ids must have one dimension, got shape {list(lists.rule_ids.shape)}")
     if len(lists.rule_ids) != len(lists.indices) and not (lists.rule_ids.numel() == 0 and len(rules) == 1):
@@ -119,6 +138,29 @@ def check_layout(layout: BlockLayout) -> None:
         raise ValueError("indices must name a block of a row once, as full or as partial")
     if (~partial & ((key_block + 1) * layout.block_k > layout.seq_k)).any():
         raise ValueError(f"a key block that reaches beyond seq_k = {layout.seq_k} must be partial")
+
+
+def _check_bitmaps(layout: BlockLayout) -> None:
+    bitmaps = layout.bitmaps
+    if not isinstance(bitmaps, Tensor):
+        raise TypeError(f"bitmaps must be a tensor, got {type(bitmaps).__name__}")
+    if bitmaps.dtype != torch.int16:
+        raise TypeError(f"bitmaps must be int16, got {bitmaps.dtype}")
+    if bitmaps.ndim != 3:
+        raise ValueError(f"bitmaps must have shape [bitmaps, block_q, block_k / {UNIT}], got {list(bitmaps.shape)}")
+    if len(bitmaps) and bitmaps.shape[1:] != (layout.block_q, layout.block_k // UNIT):
+        raise ValueError(
+            f"bitmaps must have shape [bitmaps, {layout.block_q}, {layout.block_k // UNIT}], got {list(bitmaps.shape)}"
+        )
+    if not bitmaps.is_contiguous():
+        raise ValueError(f"bitmaps must be contiguous, as kernels read it, got strides {list(bitmaps.stride())}")
+    if bitmaps.device != layout.device:
+        raise ValueError(f"bitmaps must be on the device of indices, {layout.device}, got {bitmaps.device}")
+    least = int(layout.rules[..., 4].min())
+    if least < -len(bitmaps):
+        raise ValueError(f"rules must name bitmaps, of which there are {len(bitmaps)}, got {-least}")
+    if len(bitmaps) and layout.dilated:
+        raise ValueError("a layout of branches has no bitmaps")
 
 
 def check_device(device: object) -> torch.device:

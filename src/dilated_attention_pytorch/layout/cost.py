@@ -32,7 +32,7 @@ def num_pairs(layout: BlockLayout) -> int:
     full = rule < 0
     total = int(rows[query_block[full]].sum()) * layout.block_k
     partial = (~full).nonzero()[:, 0]
-    if layout.dilated:
+    if layout.dilated or len(layout.bitmaps):
         for chunk in partial.split(max(1, _CELLS // (layout.block_q * layout.block_k))):
             real = layout.queries_of(query_block[chunk]) < layout.seq_q
             total += int(((layout.cells(chunk) > 0) & real[:, :, None]).sum())
@@ -102,9 +102,19 @@ class AttentionCost:
 
     @classmethod
     def of(
-        cls, layout: BlockLayout, *, batch: int, heads: int, heads_kv: int, head_dim: int, itemsize: int
+        cls,
+        layout: BlockLayout,
+        *,
+        batch: int,
+        heads: int,
+        heads_kv: int,
+        head_dim: int,
+        itemsize: int,
+        head_dim_v: int | None = None,
     ) -> AttentionCost:
-        for name, value in (("batch", batch), ("heads", heads), ("head_dim", head_dim), ("itemsize", itemsize)):
+        width_v = head_dim if head_dim_v is None else head_dim_v
+        sizes = {"batch": batch, "heads": heads, "head_dim": head_dim, "itemsize": itemsize, "head_dim_v": width_v}
+        for name, value in sizes.items():
             check_int(name, value, least=1)
         copies, rest = divmod(batch * heads, layout.num_lists)
         if rest:
@@ -112,17 +122,18 @@ class AttentionCost:
                 f"batch · heads = {batch * heads} must be a multiple of the layout's {layout.num_lists} lists"
             )
         pairs = copies * num_pairs(layout)
-        q = batch * heads * layout.seq_q * head_dim * itemsize
-        kv = 2 * batch * heads_kv * layout.seq_k * head_dim * itemsize
+        q, out = (batch * heads * layout.seq_q * width * itemsize for width in (head_dim, width_v))
+        kv = batch * heads_kv * layout.seq_k * (head_dim + width_v) * itemsize
         lse = batch * heads * layout.seq_q * (8 if itemsize == 8 else 4)
         spare = len(layout.by_query.indices) - layout.num_active_blocks
         lists = sum(t.numel() * t.element_size() for t in layout.by_query.tensors())
+        lists += layout.bitmaps.nbytes
         lists -= spare * 4 * (1 + (layout.by_query.rule_ids.numel() > 0))  # spare places are not read
         return cls(
             pairs=pairs,
             block_pairs=copies * layout.num_active_blocks * layout.block_q * layout.block_k,
-            forward_flops=4 * pairs * head_dim,
-            backward_flops=10 * pairs * head_dim,
-            forward_bytes=2 * q + kv + lse + lists,
-            backward_bytes=4 * q + 2 * kv + lse + 2 * lists,
+            forward_flops=2 * pairs * (head_dim + width_v),
+            backward_flops=2 * pairs * (3 * head_dim + 2 * width_v),
+            forward_bytes=q + out + kv + lse + lists,
+            backward_bytes=2 * (q + out) + 2 * kv + lse + 2 * lists,
         )

@@ -82,6 +82,8 @@ def causal(layout: BlockLayout) -> BlockLayout:
         rules=torch.cat((rules[..., :1], causal_right, rules[..., 2:]), dim=-1),
         documents=layout.documents,
         branches=layout.branches,
+        bitmaps=layout.bitmaps,
+        evaluated=layout.evaluated,
         kind="causal" if layout.kind == "full" else None,
         checked=True,
     )

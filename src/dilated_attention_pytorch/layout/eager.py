@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from functools import lru_cache, wraps
+from functools import wraps
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from ..caches import cached
 from ..patterns.base import constant_in_graphs
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -60,30 +61,35 @@ def _on(stream: torch.cuda.Stream | None, make: Callable[[], T]) -> T:
         return make()
 
 
-def plain_cache(maxsize: int) -> Callable[[F], F]:
-    """`functools.lru_cache` for functions that make tensors; torch.compile takes those for constants."""
+def plain_cache(bound: int, holds: str) -> Callable[[F], F]:
+    """`cached` for functions that make tensors; torch.compile takes those for constants."""
 
     def decorate(function: F) -> F:
-        @lru_cache(maxsize)
-        def cached(*args: Any, **options: Any) -> Any:
+        @cached(bound, holds)
+        @wraps(function)
+        def made(*args: Any, **options: Any) -> Any:
             return plainly(lambda: function(*args, **options))
 
         @constant_in_graphs
         @wraps(function)
         def found(*args: Any, **options: Any) -> Any:
-            return cached(*args, **options)
+            return made(*args, **options)
 
         return found  # type: ignore[return-value]
 
     return decorate
 
 
-def value_cache(function: F) -> F:
-    """`functools.lru_cache` for functions of values, which torch.compile traces."""
-    cached = lru_cache(function)
+def value_cache(bound: int, holds: str) -> Callable[[F], F]:
+    """`cached` for functions of values, which torch.compile traces."""
 
-    @wraps(function)
-    def found(*args: Any) -> Any:
-        return function(*args) if torch.compiler.is_dynamo_compiling() else cached(*args)
+    def decorate(function: F) -> F:
+        made = cached(bound, holds)(function)
 
-    return found  # type: ignore[return-value]
+        @wraps(function)
+        def found(*args: Any) -> Any:
+            return function(*args) if torch.compiler.is_dynamo_compiling() else made(*args)
+
+        return found  # type: ignore[return-value]
+
+    return decorate

@@ -19,7 +19,7 @@ def flatten(layout: BlockLayout, work_order: bool, by_key: bool) -> tuple[list[T
     """See `BlockLayout.flatten`."""
     sizes = [*layout.lengths, *layout.blocks, layout.num_heads or 0, layout.batch_size or 0]
     sizes += [layout.num_residues, int(layout.has_mixed_blocks)]
-    tensors = [*layout.by_query.tensors(), layout.rules, layout.documents, layout.branches]
+    tensors = [*layout.by_query.tensors(), layout.rules, layout.documents, layout.branches, layout.bitmaps]
     if work_order or by_key:
         tensors.append(layout.query_work)
     if by_key:
@@ -32,7 +32,7 @@ def flatten(layout: BlockLayout, work_order: bool, by_key: bool) -> tuple[list[T
 def unflatten(cls: type[BlockLayout], tensors: Sequence[Tensor], sizes: Sequence[int], kind: str | None) -> BlockLayout:
     """See `BlockLayout.unflatten`."""
     _, seq_q, seq_k, block_q, block_k, num_heads, batch_size, num_residues, has_mixed_blocks = sizes
-    lists, (rules, documents, branches), more = tensors[:4], tensors[4:7], tensors[7:]
+    lists, (rules, documents, branches, bitmaps), more = tensors[:4], tensors[4:8], tensors[8:]
     layout = cls(
         seq_q=seq_q,
         seq_k=seq_k,
@@ -47,6 +47,7 @@ def unflatten(cls: type[BlockLayout], tensors: Sequence[Tensor], sizes: Sequence
         num_residues=num_residues,
         branches=branches,
         has_mixed_blocks=bool(has_mixed_blocks),
+        bitmaps=bitmaps,
         checked=True,
     )
     if more:

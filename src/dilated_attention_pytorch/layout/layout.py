@@ -12,7 +12,8 @@ from torch import Tensor
 
 from ..patterns import Pattern
 from ..patterns.blocks import ceil_div
-from . import builders, cost, derived, flattening, slicing
+from . import builders, cost, derived, flattening, key_ranges, slicing, tiles, tree
+from .bitmaps import NO_BITMAPS, bits_of
 from .checks import check_layout
 from .eager import is_plain, plainly
 from .lists import BlockList
@@ -30,8 +31,9 @@ T = TypeVar("T")
 class BlockLayout:
     """Which (query block, key block) pairs are active, and which single pairs of tokens inside the partial ones.
 
-    Build one with `from_pattern` or `from_block_mask`. The constructor takes finished lists and refuses any that are
-    not a layout: an index out of range, out of order or twice, tensors on different devices, a rule that is not there.
+    Build one with `from_pattern`, `from_key_ranges`, `from_block_mask`, `from_mask` or `from_mask_mod`. The constructor
+    takes finished lists and refuses any that are not a layout: an index out of range, out of order or twice, tensors on
+    different devices, a rule or a bitmap that is not there.
 
     Args:
         seq_q, seq_k: tokens of queries and keys.
@@ -40,13 +42,15 @@ class BlockLayout:
             None stands for lists that all samples, or all heads, share.
         num_heads, batch_size: how many lists there are.
         rules: int32 [num_rules, intervals, 5], see `layout.rules`.
-        documents: int32 [2, seq_q], see `layout.rules`; empty without packed documents.
-        kind: "full" or "causal" where the layout is that whole pattern, else None.
+        documents: int32 [2 · ranges, seq_q], see `layout.rules`; empty without ranges of keys, such as documents.
+        kind: "full" or "causal" where the layout is that whole pattern for its lengths, else None.
         num_residues: blocks take every `num_residues`-th token: first those of the tokens ≡ 0 modulo it, then ≡ 1, and
             so on.
         branches: int32 [lists, branches, 5], see `layout.branches`; empty but for dilated attention. There `rule_ids`
             is the multiplicity of a block, how often each of its pairs counts; 0, if mixed, where pairs differ.
         has_mixed_blocks: whether there is such a block.
+        bitmaps: int16 [bitmaps, block_q, block_k / 16], see `layout.bitmaps`: the partial blocks that no intervals say.
+        evaluated: blocks that were looked at pair by pair when it was built.
     """
 
     seq_q: int
@@ -62,6 +66,8 @@ class BlockLayout:
     num_residues: int = 1
     branches: Tensor = NO_BRANCHES
     has_mixed_blocks: bool = False
+    bitmaps: Tensor = NO_BITMAPS
+    evaluated: int = 0
     checked: InitVar[bool] = False
     _derived: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
     # What operators and kernels remember of calls over this layout, as long as it is there: never the layout itself,
@@ -74,7 +80,7 @@ class BlockLayout:
         # How many blocks are active differs from layout to layout: torch.compile must not build that into a graph.
         # (This is what torch._dynamo.maybe_mark_dynamic does, without the import.)
         if not torch.compiler.is_dynamo_compiling():
-            for lists in (self.by_query.indices, self.by_query.rule_ids, self.rules):
+            for lists in (self.by_query.indices, self.by_query.rule_ids, self.rules, self.bitmaps):
                 lists._dynamo_weak_dynamic_indices = {0}  # type: ignore[attr-defined]
 
     @classmethod
@@ -111,11 +117,73 @@ class BlockLayout:
         return builders.from_block_mask(cls, mask, block_size, seq_q, seq_k)
 
     @classmethod
-    def from_flex_block_mask(cls, mask: BlockMask) -> BlockLayout:
-        """The layout of a FlexAttention block mask: exactly, or an error.
+    def from_key_ranges(
+        cls,
+        starts: Tensor,
+        stops: Tensor,
+        seq_k: int | None = None,
+        *,
+        block_size: int | tuple[int, int],
+        capacity: int | None = None,
+    ) -> BlockLayout:
+        """Every query sees the keys from its start to before its stop, of several ranges those of any.
 
-        Full blocks are taken as they are. Partial ones must be those of one causal rule or sliding window, which is
-        found by asking `mask_mod`; or the mask was made by `to_flex_block_mask`.
+        The ranges are data of the layout, on whatever device: a graph that gets another layout of the same shape is
+        the same graph.
+
+        Args:
+            starts, stops: int32 or int64 [seq_q], [batch, seq_q] or [batch, ranges, seq_q] with up to 8 ranges; what is
+                below 0 or beyond seq_k is cut, and a range whose stop is not above its start is empty.
+            seq_k: as many as seq_q by default.
+            capacity: places for active blocks of all samples together. By default they are counted, which on a GPU
+                waits for them; with a capacity nothing waits, blocks between those that a row sees may be listed as
+                well, and too small a capacity is an error (on a GPU an assertion of the device).
+        """
+        return key_ranges.from_key_ranges(cls, starts, stops, seq_k, block_size, capacity)
+
+    @classmethod
+    def from_mask(cls, mask: Tensor, block_size: int | tuple[int, int]) -> BlockLayout:
+        """From a bool mask of tokens, True where a query sees a key: [seq_q, seq_k], with heads, or with samples and
+        heads before them. Blocks are told apart as full, empty and partial; partial ones keep bitmaps."""
+        return tiles.from_mask(cls, mask, block_size)
+
+    @classmethod
+    def from_mask_mod(
+        cls,
+        mask_mod: tiles.MaskMod,
+        batch: int | None,
+        heads: int | None,
+        seq_q: int,
+        seq_k: int | None = None,
+        *,
+        block_size: int | tuple[int, int],
+        device: torch.device | str | None = None,
+    ) -> BlockLayout:
+        """From a `mask_mod(b, h, q_idx, kv_idx)` as FlexAttention takes it, which is asked for every pair: block by
+        block, in memory for a few blocks. `repr` says how many were evaluated and what the bitmaps take.
+
+        Args:
+            mask_mod: of four numbers, as 0-dimensional tensors; queries and keys are both counted from 0.
+            batch, heads: for how many it is asked; None where it does not depend on them.
+            device: where it is evaluated and the layout will be.
+        """
+        return tiles.from_mask_mod(cls, mask_mod, batch, heads, seq_q, seq_k, block_size, device)
+
+    @classmethod
+    def from_tree(cls, parents: Tensor, seq_k: int, *, block_size: int | tuple[int, int]) -> BlockLayout:
+        """For drafts that branch, the last of seq_k keys: each sees what is before all drafts, its ancestors, itself.
+
+        Args:
+            parents: int32 or int64 [nodes] or [batch, nodes]: each draft's parent, which stands before it, or −1.
+        """
+        return tree.from_tree(cls, parents, seq_k, block_size)
+
+    @classmethod
+    def from_flex_block_mask(cls, mask: BlockMask) -> BlockLayout:
+        """The layout of a FlexAttention block mask, of any: the same pairs.
+
+        Full blocks are taken as they are. In partial ones `mask_mod` is asked: one causal rule or sliding window
+        becomes a rule, anything else bitmaps; one made by `to_flex_block_mask` is the layout that it was made of.
         """
         from .flex import from_flex
 
@@ -246,7 +314,8 @@ class BlockLayout:
         allowed = torch.zeros((), dtype=torch.bool, device=self.device)
         for interval in self.rules[rule_id].unbind(1):
             first, last = key_bounds(interval[:, None], query, self.seq_q, self.seq_k, self.documents)
-            allowed = allowed | ((key[:, None] >= first[:, :, None]) & (key[:, None] <= last[:, :, None]))
+            inside = (key[:, None] >= first[:, :, None]) & (key[:, None] <= last[:, :, None])
+            allowed = allowed | (inside & bits_of(self.bitmaps, interval[:, 4]) if len(self.bitmaps) else inside)
         return allowed
 
     def pair_multiplicity(self, which: Tensor, query_block: Tensor, key_block: Tensor) -> Tensor:
@@ -322,11 +391,10 @@ class BlockLayout:
         """Active blocks ÷ all blocks."""
         return self.num_active_blocks / (self.num_lists * self.num_q_blocks * self.num_k_blocks)
 
-    def cost(self, *, batch: int, heads: int, head_dim: int, itemsize: int, heads_kv: int | None = None):  # type: ignore[no-untyped-def]
-        """FLOPs and bytes of attention over this layout: an `AttentionCost`."""
-        return cost.AttentionCost.of(
-            self, batch=batch, heads=heads, heads_kv=heads_kv or heads, head_dim=head_dim, itemsize=itemsize
-        )
+    def cost(self, *, heads: int, heads_kv: int | None = None, **sizes: int):  # type: ignore[no-untyped-def]
+        """FLOPs and bytes of attention over this layout: an `AttentionCost`, and `AttentionCost.of` says of what sizes:
+        batch, heads, head_dim and itemsize; heads_kv and head_dim_v where they are others."""
+        return cost.AttentionCost.of(self, heads=heads, heads_kv=heads_kv or heads, **sizes)
 
     def flatten(self, *, work_order: bool = False, by_key: bool = False) -> tuple[list[Tensor], list[int]]:
         """Tensors and sizes, the arguments that operators accept; `unflatten` is the inverse.
@@ -353,7 +421,7 @@ class BlockLayout:
         if device == self.device:
             return self
         by_query = BlockList(*(t.to(device) for t in self.by_query.tensors()))
-        moved = {name: getattr(self, name).to(device) for name in ("rules", "documents", "branches")}
+        moved = {name: getattr(self, name).to(device) for name in ("rules", "documents", "branches", "bitmaps")}
         return replace(self, by_query=by_query, **moved, checked=True)
 
     def __getstate__(self) -> dict[str, object]:
@@ -363,7 +431,13 @@ class BlockLayout:
     def __setstate__(self, state: dict[str, object]) -> None:
         older = {"classes": "num_residues", "uneven": "has_mixed_blocks"}  # names in files of older versions
         given = {older.get(name, name): value for name, value in state.items() if name not in ("_made", "notes")}
-        self.__dict__.update({"call_cache": {}, **given, "_derived": {}})
+        new = {"bitmaps": NO_BITMAPS.to(given["branches"].device), "evaluated": 0}  # type: ignore[attr-defined]
+        self.__dict__.update({"call_cache": {}, **new, **given, "_derived": {}})
+
+    def _kept_text(self) -> str:
+        """Where there are data to count."""
+        counted = is_plain(self.by_query.offsets) and not self.by_query.offsets.is_meta
+        return f"{self.block_density:.1%} of the blocks, " if counted else ""
 
     def __repr__(self) -> str:
         lists = f", lists={list(self._list_shape)}" if self._list_shape else ""
@@ -371,6 +445,6 @@ class BlockLayout:
         dilated = f", branches={self.branches.shape[1]}, num_residues={self.num_residues}" if self.dilated else ""
         return (
             f"BlockLayout(seq_q={self.seq_q}, seq_k={self.seq_k}, block={self.block_q}x{self.block_k}{lists}{kind}"
-            f"{dilated}, "
+            f"{dilated}{tiles.cost_text(self)}, {self._kept_text()}"
             f"device={str(self.device)!r})"
         )

@@ -1,7 +1,9 @@
 """Token rules as tensors: which keys a query sees inside a partial block.
 
 `rules` is int32 [num_rules, num_intervals, 5]; a rule is the union of its intervals (`patterns.tokens.Interval`, one
-per row; an unused row is empty). `documents` is int32 [2, seq_q]: the first key of each query's document and the end.
+per row; an unused row is empty). `documents` is int32 [2 · ranges, seq_q]: of each range of keys the first key of every
+query, and the key behind the last, such as those of its document. An interval whose `key_range` is negative names a
+bitmap (`layout.bitmaps`): it allows what its bounds and the bitmap allow.
 """
 
 from __future__ import annotations
@@ -10,7 +12,6 @@ import torch
 from torch import Tensor
 
 from ..patterns.tokens import UNBOUNDED, Interval
-from .lists import HOST, send
 
 # Unused places of the table: no query is below 0 − UNBOUNDED, so nothing is seen.
 NOTHING = Interval(query_stop=-(2**30))
@@ -26,35 +27,26 @@ def key_bounds(interval: Tensor, query: Tensor, seq_q: int, seq_k: int, document
         interval: [..., 5], broadcast against `query`.
         query: query numbers; those of `seq_q` and beyond stand for padding, and their bounds are unused.
     """
-    left, right, key_stop, query_stop, same_document = interval.unbind(-1)
+    left, right, key_stop, query_stop, key_range = interval.unbind(-1)
     position = query + (seq_k - seq_q)
     first = (position - left).clamp(min=0)
     last = torch.minimum(position + right, key_stop - 1).clamp(max=seq_k - 1)
     last = torch.where(position < query_stop, last, -1)
     if documents.numel():
-        start, stop = documents[:, query.clamp(max=seq_q - 1)]
-        first = torch.where(same_document > 0, torch.maximum(first, start), first)
-        last = torch.where(same_document > 0, torch.minimum(last, stop - 1), last)
+        row, column = 2 * key_range.clamp(min=1).long() - 2, query.clamp(max=seq_q - 1).long()
+        start, stop = documents[row, column], documents[row + 1, column]
+        first = torch.where(key_range > 0, torch.maximum(first, start), first)
+        last = torch.where(key_range > 0, torch.minimum(last, stop - 1), last)
     return first, last
-
-
-def document_bounds(starts: tuple[int, ...], position: Tensor) -> Tensor:
-    """`documents` for documents that start at `starts`; a query before the first key is in none."""
-    (edges,) = send((torch.tensor(starts, dtype=torch.int32, device=HOST),), position.device)
-    document = torch.searchsorted(edges, position, right=True)
-    outside = position < 0
-    start = edges[(document - 1).clamp(min=0)].masked_fill(outside, 0)
-    stop = edges[document].masked_fill(outside, 0)
-    return torch.stack((start, stop))
 
 
 def moved(interval: Tensor, query_by: Tensor, key_by: Tensor) -> Tensor:
     """The same intervals [..., 5] with positions of queries counted from `query_by` and those of keys from `key_by`."""
     query_by, key_by = torch.broadcast_tensors(query_by, key_by)
     steps = torch.stack((key_by - query_by, query_by - key_by, -key_by, -query_by), dim=-1)
-    bounds, same_document = interval[..., :4], interval[..., 4:]
+    bounds, key_range = interval[..., :4], interval[..., 4:]
     new = torch.where(bounds == UNBOUNDED, UNBOUNDED, (bounds + steps).clamp(-UNBOUNDED, UNBOUNDED))
-    return torch.cat((new, same_document.expand(*new.shape[:-1], 1)), dim=-1)
+    return torch.cat((new, key_range.expand(*new.shape[:-1], 1)), dim=-1)
 
 
 def num_tokens(blocks: Tensor, block: int, seq: int) -> int:

@@ -24,7 +24,8 @@ class ListSize:
     candidates: int  # most candidates examined at a time while building
     intervals: int
     named: bool  # whether every block has a rule id
-    documents: int  # tokens in the table of documents
+    documents: int  # tokens in the table of ranges, of each of them
+    bitmaps: int  # bytes of them, and of the rules that name them
     kind: str | None
     num_residues: int = 1  # as in `BlockLayout`
 
@@ -44,7 +45,8 @@ class ListSize:
             candidates=0,
             intervals=layout.rules.shape[1],
             named=lists.rule_ids.numel() > 0,
-            documents=layout.documents.shape[1],
+            documents=layout.documents.numel() // 2,
+            bitmaps=layout.bitmaps.nbytes + (layout.rules.nbytes if len(layout.bitmaps) else 0),
             kind=layout.kind,
             num_residues=layout.num_residues,
         )
@@ -75,8 +77,10 @@ class ListSize:
 
     @property
     def rules(self) -> int:
-        """Bytes of the tables of rules and documents."""
+        """Bytes of the tables of rules, documents and bitmaps."""
         # A rule for every set of intervals, 5 int32 an interval; 2 int32 a token.
+        if self.bitmaps:
+            return self.bitmaps + 8 * self.documents
         return 20 * self.num_lists * self.intervals * ((1 << self.intervals) - 1) + 8 * self.documents
 
     def building(self, *, by_key: bool) -> int:
@@ -84,5 +88,5 @@ class ListSize:
 
         A chunk of candidates as 64-bit numbers and the pieces beside their concatenation, or the sort for `by_key`.
         """
-        first = 96 * self.candidates + self.by(self.rows, work_order=False)
+        first = 96 * self.candidates + self.by(self.rows, work_order=False) + 3 * self.bitmaps
         return max(first, 40 * self.blocks) if by_key else first

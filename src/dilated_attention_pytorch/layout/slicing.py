@@ -43,7 +43,19 @@ def take(layout: BlockLayout, query_blocks: Tensor, key_blocks: Tensor | None) -
         kind=None,
         checked=True,
     )
-    return renumbered(taken, query_blocks, layout.seq_q, key_blocks, layout.seq_k)
+    return _with_own_bitmaps(renumbered(taken, query_blocks, layout.seq_q, key_blocks, layout.seq_k))
+
+
+def _with_own_bitmaps(layout: BlockLayout) -> BlockLayout:
+    """Without the bitmaps that no rule of it names."""
+    if not len(layout.bitmaps):
+        return layout
+    number = -1 - layout.rules[..., 4].long()
+    used, place = torch.unique(number.clamp(min=-1), return_inverse=True)
+    kept, rules = used[used >= 0], layout.rules.clone()
+    named = torch.where(number >= 0, -1 - (place - (len(used) - len(kept))), layout.rules[..., 4])
+    rules[..., 4] = named.int()
+    return replace(layout, rules=rules, bitmaps=layout.bitmaps[kept], checked=True)
 
 
 def renumbered(
@@ -80,5 +92,5 @@ def tokens_of(blocks: Tensor, block: int, seq: int) -> Tensor:
 
 def _places(chosen: Tensor, number: Tensor) -> tuple[Tensor, Tensor]:
     """Which of these numbers are in the ascending list `chosen`, and their positions there."""
-    place = torch.searchsorted(chosen, number.long())
+    place = torch.searchsorted(chosen.contiguous(), number.long())
     return torch.isin(number, chosen), place

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from ..caches import CacheInfo, cache_report, clear_caches
 from .buffers import AttentionBuffers, BufferType, Strategy
 from .devices import GPUS, Device, available_memory
 from .meter import Peak, can_measure, measure_peak
@@ -15,6 +16,7 @@ __all__ = [
     "AttentionBuffers",
     "AttentionConfig",
     "BufferType",
+    "CacheInfo",
     "Device",
     "MemoryPlan",
     "MemoryPool",
@@ -23,7 +25,9 @@ __all__ = [
     "Strategy",
     "active_source",
     "available_memory",
+    "cache_report",
     "can_measure",
+    "clear_caches",
     "drawing_from",
     "max_sequence_length",
     "measure_peak",

@@ -32,11 +32,13 @@ import torch
 from torch import Tensor
 from torch.utils import deterministic
 
+from ..caches import register_cache
 from ..patterns.base import check_flag, check_int
 from .devices import available_memory
 
 # Below this size malloc reuses freed memory itself, and is faster than any Python code.
 SMALL = 1 << 20
+SHARED_SIZE = 64  # buffers of the pool that modules share
 # The share of the memory available at construction that a pool may hold,
 SHARE = 0.25
 # and the share of a new buffer that must stay available after allocating it.
@@ -298,8 +300,18 @@ def shared_pool() -> MemoryPool:
     """The pool that modules share by default."""
     global _shared
     if _shared is None:
-        _shared = MemoryPool(pool_size=64)
+        _shared = MemoryPool(pool_size=SHARED_SIZE)
     return _shared
+
+
+register_cache(
+    "memory.pool._shared",
+    "buffers of the pool that modules share",
+    bound=SHARED_SIZE,
+    entries=lambda: 0 if _shared is None else len(_shared._buffers),
+    clear=lambda: None if _shared is None else _shared.clear(),
+    nbytes=lambda: 0 if _shared is None else _shared.bytes_held,
+)
 
 
 def bucket(nbytes: int) -> int:

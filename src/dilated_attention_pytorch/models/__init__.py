@@ -1,5 +1,6 @@
 """Models on dilated attention."""
 
-from .longnet import KVCache, LongNet, LongNetConfig, LongNetDecoderLayer, LongNetEncoderLayer, LongNetLM
+from .cache import KVCache
+from .longnet import LongNet, LongNetConfig, LongNetDecoderLayer, LongNetEncoderLayer, LongNetLM
 
 __all__ = ["KVCache", "LongNet", "LongNetConfig", "LongNetDecoderLayer", "LongNetEncoderLayer", "LongNetLM"]

@@ -7,29 +7,39 @@
     model = LongNetLM.load("model.safetensors")
 
 Layers are MAGNETO's: a layer norm before each block and another inside it, before its last matrix. Positions are
-rotary. Read from here down: configuration, positions, cache, layers, models.
+rotary. Read from here down: configuration, positions, layers, models; `cache.py` is what `generate` remembers.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.functional import gelu
-from torch.utils.checkpoint import checkpoint
+from torch.nn.functional import gelu, layer_norm
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from ..backends.base import compute_dtype
+from ..distributed import Placement, shard_sequence
+from ..distributed.exchange import Group
 from ..nn import BlockSparseAttention, DilatedAttention, Multihead, magneto_gammas
+from ..nn.ringed import Ringed
 from ..ops.checks import check_dropout
 from ..ops.choose import check_backend
+from ..ops.operators import attention_operators
 from ..patterns import Branches, Full
 from ..patterns.base import check_flag, check_int
+from ..patterns.blocks import BLOCK_SIZES
 from ..patterns.branches import check_heads
+from .cache import KVCache
+from .losses import IGNORED, summed_cross_entropy
+from .sampling import Sampling
 from .storage import load_tensors, save_tensors
 
 
@@ -45,7 +55,8 @@ class LongNetConfig:
         segment_lengths, dilation_rates, head_offsets: the branches, see `dilated_attention`.
         dropout, attention_dropout: shares that are dropped in training, of what a block adds and of attention weights.
         rotary_base: positions turn by rotary_base ** (−2i / head_dim) a token.
-        checkpointing: in training keep only the layers' inputs and compute the rest again in the backward pass.
+        checkpointing: in training keep only the layers' inputs and compute the rest again in the backward pass; with
+            "attention" keep what attention gave as well, the part that takes longest to compute again.
         backend: see `dilated_attention`.
     """
 
@@ -61,7 +72,7 @@ class LongNetConfig:
     dropout: float = 0.0
     attention_dropout: float = 0.0
     rotary_base: float = 10000.0
-    checkpointing: bool = False
+    checkpointing: bool | str = False
     backend: str = "auto"
 
     def __post_init__(self) -> None:
@@ -86,7 +97,8 @@ class LongNetConfig:
             raise TypeError(f"rotary_base must be a number, got {self.rotary_base!r}")
         if not 1.0 < self.rotary_base < math.inf:
             raise ValueError(f"rotary_base must be greater than 1 and finite, got {self.rotary_base}")
-        check_flag("checkpointing", self.checkpointing)
+        if not isinstance(self.checkpointing, bool) and self.checkpointing != "attention":
+            raise TypeError(f'checkpointing must be True, False or "attention", got {self.checkpointing!r}')
         check_backend(self.backend)
 
     @property
@@ -106,11 +118,15 @@ class Rotary(NamedTuple):
 
     @classmethod
     def of(cls, first: int, seq: int, config: LongNetConfig, device: torch.device) -> Rotary:
+        return cls.at(torch.arange(first, first + seq, device=device), config)
+
+    @classmethod
+    def at(cls, position: Tensor, config: LongNetConfig, dtype: torch.dtype = torch.float64) -> Rotary:
+        """Of any positions, [seq]; rounded to `dtype` once, and not in every layer."""
         # In float64: at a million tokens a float32 angle is off by up to 0.03.
-        steps = torch.arange(0, config.head_dim, 2, dtype=torch.float64, device=device) / config.head_dim
-        position = torch.arange(first, first + seq, dtype=torch.float64, device=device)
-        angle = position[:, None, None] * config.rotary_base**-steps
-        return cls(angle.cos(), angle.sin())
+        steps = torch.arange(0, config.head_dim, 2, dtype=torch.float64, device=position.device) / config.head_dim
+        angle = position.double()[:, None, None] * config.rotary_base**-steps
+        return cls(angle.cos().to(dtype), angle.sin().to(dtype))
 
     def __call__(self, x: Tensor) -> Tensor:
         dtype = compute_dtype(x.dtype)
@@ -119,117 +135,15 @@ class Rotary(NamedTuple):
         return torch.cat([left * cos - right * sin, right * cos + left * sin], dim=-1).to(x.dtype)
 
 
-class KVCache:
-    """Keys and values of the tokens so far, for a model that goes on with any number of new ones.
+class Norm(nn.LayerNorm):
+    """A layer norm that keeps its input as it comes. Autocast would keep a copy in float32, which in the feed-forward
+    block is the largest tensor of a layer; sums are in float32 all the same."""
 
-    A single new token reads only the keys that some branch holds for it, each as often as branches do. Several are
-    attended to as in the whole sequence, over the keys since the segments of all branches last began together. No
-    branch looks back farther than the longest segment, so no more positions than that are stored, however long the
-    sequence gets.
-    """
-
-    def __init__(self, branches: Branches, max_length: int) -> None:
-        check_int("max_length", max_length, least=1)
-        self.branches, self.max_length = branches, max_length
-        self.slots = min(max_length, max(branches.segment_lengths))
-        self.length = 0
-        self._stored: dict[int, tuple[Tensor, Tensor]] = {}
-        self._kept: dict[int, int] = {}  # tokens of each layer: more than `length` between its call and `advance`
-        self._held: tuple[Tensor, Tensor] | None = None
-
-    def check(self, num_layers: int) -> None:
-        """Refuse a cache that another number of layers began."""
-        if self.length > 0 and len(self._stored) != num_layers:
-            raise ValueError(f"cache must be of a model with {num_layers} layers, got one of {len(self._stored)}")
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, attention: DilatedAttention) -> Tensor:
-        """The attention of the next tokens of a layer, (batch, seq, heads, head_dim); keeps their keys and values."""
-        self._check_next(layer, k, attention)
-        if self.length > 0 and q.shape[1] == 1:
-            self._keep(layer, k, v)
-            return self._of_newest(layer, q)
-        keys, values = self._with_those_before(layer, k, v)
-        out = attention(q, keys, values, is_causal=True)
-        self._keep(layer, k, v)
-        assert isinstance(out, Tensor)
-        return out
-
-    def advance(self, tokens: int) -> None:
-        """Every layer has attended for these tokens."""
-        self.length += tokens
-        self._held = None
-
-    def _check_next(self, layer: int, k: Tensor, attention: DilatedAttention) -> None:
-        if attention.branches != self.branches:
-            raise ValueError(f"cache must be of a model with {attention.branches}, got one with {self.branches}")
-        tokens = self.length + k.shape[1]
-        if tokens > self.max_length:
-            raise ValueError(f"max_length must be at least the {tokens} tokens so far, got {self.max_length}")
-        if layer not in self._stored:
-            if self.length > 0:
-                raise ValueError(f"layer must be one that the cache has keys of, {list(self._stored)}, got {layer}")
-            return
-        stored = self._stored[layer][0]
-        for name, of_cache, given in (
-            ("samples", len(stored), len(k)),
-            ("key heads", stored.shape[2], k.shape[2]),
-            ("features of a head", stored.shape[3], k.shape[3]),
-            ("dtype", stored.dtype, k.dtype),
-            ("device", stored.device, k.device),
-        ):
-            if of_cache != given:
-                raise ValueError(f"a cache goes on with the same {name}, {of_cache}, got {given}")
-        if self._kept[layer] != self.length:
-            raise RuntimeError(
-                f"cache must have {self.length} tokens in every layer, but layer {layer} has {self._kept[layer]}: "
-                "a call before failed on its way, or two layers have one number; begin a new cache"
-            )
-
-    def _with_those_before(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        if self.length == 0:
-            return k, v
-        # From here on segments and offsets are those of a sequence that begins here. Positions that are not stored
-        # any more come back as others: no branch holds them for a new token.
-        period = math.lcm(*self.branches.segment_lengths)
-        slot = torch.arange(self.length // period * period, self.length, device=k.device) % self.slots
-        return tuple(
-            torch.cat([stored[:, slot], new], dim=1) for stored, new in zip(self._stored[layer], (k, v), strict=True)
-        )
-
-    def _keep(self, layer: int, k: Tensor, v: Tensor) -> None:
-        batch, seq, *rest = k.shape
-        if layer not in self._stored:
-            self._stored[layer] = k.new_zeros(batch, self.slots, *rest), v.new_zeros(batch, self.slots, *rest)
-        self._kept[layer] = self.length + seq
-        first = max(0, seq - self.slots)
-        slot = torch.arange(self.length + first, self.length + seq, device=k.device) % self.slots
-        for stored, new in zip(self._stored[layer], (k, v), strict=True):
-            stored[:, slot] = new[:, first:]
-
-    def _of_newest(self, layer: int, q: Tensor) -> Tensor:
-        heads, head_dim = q.shape[2:]
-        if self._held is None:
-            self._held = self._find_held(heads, q.device)
-        slot, counts = self._held
-        stored = self._stored[layer]
-        key_head = torch.arange(heads, device=q.device) // (heads // stored[0].shape[2])
-        dtype = compute_dtype(q.dtype)
-        k, v = (x[:, slot, key_head[:, None]].to(dtype) for x in stored)  # (batch, heads, keys, head_dim)
-        scores = torch.einsum("bhd,bhkd->bhk", q[:, 0].to(dtype) * head_dim**-0.5, k)
-        weights = scores.masked_fill(~counts, -torch.inf).softmax(dim=-1).masked_fill(~counts, 0.0)
-        return torch.einsum("bhk,bhkd->bhd", weights, v)[:, None].to(q.dtype)
-
-    def _find_held(self, heads: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Slots of the keys that the newest token counts, [heads, keys], and which of them are more than filling."""
-        newest, found = self.length, []
-        for head in range(heads):
-            keys = [torch.zeros(0, dtype=torch.int64)]
-            for segment, dilation, offset in self.branches.of_head(head, heads):
-                if newest % segment % dilation == offset:
-                    keys.append(torch.arange(newest // segment * segment + offset, newest + 1, dilation))
-            found.append(torch.cat(keys))
-        slot = torch.nn.utils.rnn.pad_sequence(found, batch_first=True, padding_value=-1).to(device)
-        return slot % self.slots, slot >= 0
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype == self.weight.dtype:
+            return super().forward(x)
+        with torch.autocast(x.device.type, enabled=False):
+            return layer_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.bias.to(x.dtype), self.eps)
 
 
 class FeedForward(nn.Module):
@@ -239,7 +153,7 @@ class FeedForward(nn.Module):
         super().__init__()
         assert config.hidden_dim is not None
         self.up = nn.Linear(config.dim, config.hidden_dim)
-        self.norm = nn.LayerNorm(config.hidden_dim)
+        self.norm = Norm(config.hidden_dim)
         self.down = nn.Linear(config.hidden_dim, config.dim)
         for linear in (self.up, self.down):
             nn.init.xavier_normal_(linear.weight, gain=gamma)
@@ -255,9 +169,10 @@ class LongNetEncoderLayer(nn.Module):
     Args:
         gamma: MAGNETO's scale of the initial parameters, see `magneto_gammas`; by default that of `config.num_layers`
             layers alone.
+        group: a ring: `forward` then takes this rank's tokens, and the placement that says which those are.
     """
 
-    def __init__(self, config: LongNetConfig, gamma: float | None = None) -> None:
+    def __init__(self, config: LongNetConfig, gamma: float | None = None, *, group: Group | None = None) -> None:
         super().__init__()
         gamma = magneto_gammas(config.num_layers)[0] if gamma is None else gamma
         self.attention_norm = nn.LayerNorm(config.dim)
@@ -270,16 +185,24 @@ class LongNetEncoderLayer(nn.Module):
                 head_offsets=config.head_offsets,
                 dropout=config.attention_dropout,
                 backend=config.backend,
+                ring_group=group,
             ),
         )
         self.feed_forward_norm = nn.LayerNorm(config.dim)
         self.feed_forward = FeedForward(config, gamma)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, rotary: Rotary, key_padding_mask: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        rotary: Rotary,
+        key_padding_mask: Tensor | None = None,
+        *,
+        placement: Placement | None = None,
+    ) -> Tensor:
         q, k, v = self._heads(x, rotary)
-        x = self._add_attention(x, self.attention.attention(q, k, v, key_padding_mask=key_padding_mask))
-        return self._add_feed_forward(x)
+        out = self.attention.attention(q, k, v, key_padding_mask=key_padding_mask, placement=placement)
+        return self._add_feed_forward(self._add_attention(x, out))
 
     def _heads(self, x: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor, Tensor]:
         _check_shape("x", x, 3, "(batch, seq, dim)")
@@ -302,13 +225,21 @@ class LongNetDecoderLayer(LongNetEncoderLayer):
     """Causal dilated attention, attention to an encoder's output if there is one, then the feed-forward block.
 
     Args:
-        gamma: as in `LongNetEncoderLayer`.
-        cross_attention: whether the layer takes an encoder's output, to all of which every token attends.
+        gamma, group: as in `LongNetEncoderLayer`.
+        cross_attention: whether the layer takes an encoder's output, to all of which every token attends; over a ring
+            every rank has all of it.
     """
 
-    def __init__(self, config: LongNetConfig, gamma: float | None = None, *, cross_attention: bool = False) -> None:
+    def __init__(
+        self,
+        config: LongNetConfig,
+        gamma: float | None = None,
+        *,
+        cross_attention: bool = False,
+        group: Group | None = None,
+    ) -> None:
         gamma = magneto_gammas(decoder_layers=config.num_layers)[1] if gamma is None else gamma
-        super().__init__(config, gamma)
+        super().__init__(config, gamma, group=group)
         check_flag("cross_attention", cross_attention)
         self.cross_norm = nn.LayerNorm(config.dim) if cross_attention else None
         everything = BlockSparseAttention(Full(), dropout=config.attention_dropout, backend=config.backend)
@@ -323,6 +254,7 @@ class LongNetDecoderLayer(LongNetEncoderLayer):
         memory_padding_mask: Tensor | None = None,
         cache: KVCache | None = None,
         layer: int = 0,
+        placement: Placement | None = None,
     ) -> Tensor:
         """The next tokens of a sequence: all of it, or with a cache (and this layer's number in it) those that follow.
 
@@ -334,7 +266,10 @@ class LongNetDecoderLayer(LongNetEncoderLayer):
             raise RuntimeError("a cache needs eval(): dropout belongs to training")
         q, k, v = self._heads(x, rotary)
         attention: Any = self.attention.attention
-        out = attention(q, k, v, is_causal=True) if cache is None else cache.attend(layer, q, k, v, attention)
+        if cache is None:
+            out = attention(q, k, v, is_causal=True, placement=placement)
+        else:
+            out = cache.attend(layer, q, k, v, attention, placement)
         x = self._add_attention(x, out)
         if self.cross_attention is not None and self.cross_norm is not None and memory is not None:
             query = self.cross_norm(x)
@@ -353,26 +288,40 @@ def _multihead(config: LongNetConfig, gamma: float, attention: nn.Module) -> Mul
     )
 
 
-class _Stack(nn.Module):
-    """Layers one after another and a layer norm; saving and loading."""
+class _Stack(Ringed, nn.Module):
+    """Layers one after another and a layer norm; saving and loading.
+
+    Args:
+        group: a ring, a process group or a DeviceMesh of one dimension: every call then takes this rank's tokens of a
+            sequence, and `placement`, by which they were cut. Every rank has all parameters.
+    """
 
     layer: ClassVar[type[LongNetEncoderLayer]]
 
-    def __init__(self, config: LongNetConfig | None = None) -> None:
+    def __init__(self, config: LongNetConfig | None = None, *, group: Group | None = None) -> None:
         super().__init__()
         if config is not None and not isinstance(config, LongNetConfig):
             raise TypeError(f"config must be a LongNetConfig or None, got {type(config).__name__}")
         self.config = LongNetConfig() if config is None else config
-        self.layers = nn.ModuleList(self.layer(self.config) for _ in range(self.config.num_layers))
+        self.set_ring(group)
+        self.layers = nn.ModuleList(self.layer(self.config, group=group) for _ in range(self.config.num_layers))
         self.norm = nn.LayerNorm(self.config.dim)
 
-    def _run(self, x: Tensor, first: int, options: Sequence[dict[str, Any]]) -> Tensor:
-        """The layers' output for tokens from position `first` on; `options` are those of each layer's call."""
-        rotary = Rotary.of(first, x.shape[1], self.config, x.device)
+    def _run(self, x: Tensor, rotary: Rotary, options: Sequence[dict[str, Any]]) -> Tensor:
+        """The layers' output; `options` are those of each layer's call."""
         again = self.config.checkpointing and self.training and torch.is_grad_enabled()
+        how: dict[str, Any] = {"use_reentrant": False}
+        if self.config.checkpointing == "attention":
+            how["context_fn"] = partial(create_selective_checkpoint_contexts, attention_operators())
         for layer, given in zip(self.layers, options, strict=True):
-            x = checkpoint(layer, x, rotary, use_reentrant=False, **given) if again else layer(x, rotary, **given)
+            x = checkpoint(layer, x, rotary, **how, **given) if again else layer(x, rotary, **given)
         return self.norm(x)
+
+    def _rotary(self, x: Tensor, first: int, positions: Tensor | None) -> Rotary:
+        """Of tokens from position `first` on, or over a ring of the positions of this rank's tokens."""
+        if positions is None:
+            positions = torch.arange(first, first + x.shape[1], device=x.device)
+        return Rotary.at(positions, self.config, compute_dtype(self.norm.weight.dtype))
 
     def extra_repr(self) -> str:
         return str(self.config)
@@ -416,9 +365,13 @@ class LongNet(_Stack):
 
     layer = LongNetEncoderLayer
 
-    def forward(self, x: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, *, key_padding_mask: Tensor | None = None, placement: Placement | None = None
+    ) -> Tensor:
         """`key_padding_mask` is (batch, seq), True where a token is padding that no other may see."""
-        return self._run(x, 0, [{"key_padding_mask": key_padding_mask}] * len(self.layers))
+        _check_shape("x", x, 3, "(batch, seq, dim)")
+        rotary = self._rotary(x, 0, self.positions(x, placement))
+        return self._run(x, rotary, [{"key_padding_mask": key_padding_mask, "placement": placement}] * len(self.layers))
 
 
 class LongNetLM(_Stack):
@@ -426,35 +379,61 @@ class LongNetLM(_Stack):
 
     layer = LongNetDecoderLayer
 
-    def __init__(self, config: LongNetConfig | None = None) -> None:
-        super().__init__(config)
+    def __init__(self, config: LongNetConfig | None = None, *, group: Group | None = None) -> None:
+        super().__init__(config, group=group)
         self.embedding = nn.Embedding(self.config.vocab_size, self.config.dim)
         self.head = nn.Linear(self.config.dim, self.config.vocab_size, bias=False)
         for weight in (self.embedding.weight, self.head.weight):
             nn.init.normal_(weight, std=self.config.dim**-0.5)
 
-    def forward(self, tokens: Tensor, *, cache: KVCache | None = None) -> Tensor:
-        """With a cache, the tokens that follow those of the calls before, any number of them."""
-        return self.head(self._features(tokens, cache))
+    def forward(self, tokens: Tensor, *, cache: KVCache | None = None, placement: Placement | None = None) -> Tensor:
+        """With a cache, the tokens that follow those of the calls before, any number of them.
 
-    def _features(self, tokens: Tensor, cache: KVCache | None) -> Tensor:
+        Over a ring `tokens` are those that this rank has in `placement`; with a cache, they are a prompt, and tokens
+        that follow it are given whole to every rank, without a placement.
+        """
+        return self.head(self._features(tokens, cache, placement))
+
+    def loss(
+        self, tokens: Tensor, targets: Tensor, *, placement: Placement | None = None, reduction: str = "mean"
+    ) -> Tensor:
+        """Cross entropy in nats: `cross_entropy` of the logits, which are never there for all tokens at once.
+
+        Args:
+            targets: int64 (batch, seq), the successor of each token; -100 is not counted.
+            placement: see `forward`. Over a ring the loss is of this rank's tokens alone: `ring_mean` makes that of all
+                tokens of a sum.
+            reduction: "mean" over the targets that count, or "sum".
+        """
+        if reduction not in ("mean", "sum"):
+            raise ValueError(f'reduction must be "mean" or "sum", got {reduction!r}')
+        _check_shape("targets", targets, 2, "(batch, seq)")
+        if targets.dtype != torch.int64 or targets.shape != tokens.shape:
+            wanted = f"int64 {tuple(tokens.shape)}, as tokens are"
+            raise ValueError(f"targets must be {wanted}, got {targets.dtype} {tuple(targets.shape)}")
+        total = summed_cross_entropy(self._features(tokens, None, placement), self.head, targets)
+        return total if reduction == "sum" else total / (targets != IGNORED).sum()
+
+    def _features(self, tokens: Tensor, cache: KVCache | None, placement: Placement | None = None) -> Tensor:
         _check_shape("tokens", tokens, 2, "(batch, seq)")
         if tokens.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"tokens must be int32 or int64, got {tokens.dtype}")
         if cache is not None:
             cache.check(len(self.layers))
-        first = 0 if cache is None else cache.length
+        own = cache is None or placement is not None  # else every rank has them all
+        positions = self.positions(tokens, placement) if own else None
+        rotary = self._rotary(tokens, 0 if cache is None else cache.length, positions)
         try:
             x = self.embedding(tokens) * math.sqrt(self.config.dim)
         except IndexError:  # of a CPU; a GPU stops its program
             least, most = int(tokens.min()), int(tokens.max())
             raise ValueError(f"tokens must be from 0 to {self.config.vocab_size - 1}, got {least} to {most}") from None
-        x = self._run(x, first, [{"cache": cache, "layer": i} for i in range(len(self.layers))])
+        options = [{"cache": cache, "layer": i, "placement": placement} for i in range(len(self.layers))]
+        x = self._run(x, rotary, options)
         if cache is not None:
-            cache.advance(tokens.shape[1])
+            cache.advance(tokens.shape[1] if placement is None else placement.seq)
         return x
 
-    @torch.no_grad()
     def generate(
         self,
         tokens: Tensor,
@@ -462,43 +441,53 @@ class LongNetLM(_Stack):
         *,
         temperature: float = 1.0,
         top_k: int | None = None,
+        top_p: float | None = None,
         generator: torch.Generator | None = None,
     ) -> Tensor:
         """`tokens` (batch, seq) and `max_new_tokens` more, drawn one by one.
 
         Args:
-            temperature: divides the logits; 0 takes the most likely token.
-            top_k: draw from this many most likely tokens; from all by default. Not with temperature 0.
+            temperature: divides the logits; 0 takes the most likely token, without any of the following.
+            top_k: draw from this many most likely tokens; from all by default.
+            top_p: draw from the fewest most likely tokens, of those `top_k`, whose probabilities sum to at least this.
             generator: where the draws come from, PyTorch's own by default.
+
+        Over a ring all ranks are given the whole prompt, and each reads its part of it; the tokens that follow are
+        drawn by the first rank, and every rank attends for them by itself.
         """
+        options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "generator": generator}
+        return torch.cat([tokens, *self.stream(tokens, max_new_tokens, **options)], dim=1)
+
+    def stream(self, tokens: Tensor, max_new_tokens: int, **options: Any) -> Iterator[Tensor]:
+        """The tokens that `generate` adds, (batch, 1) each, as they are drawn; takes the options of `generate`."""
         check_int("max_new_tokens", max_new_tokens, least=1)
-        if not isinstance(temperature, int | float) or isinstance(temperature, bool):
-            raise TypeError(f"temperature must be a number, got {temperature!r}")
-        if not 0.0 <= temperature < math.inf:
-            raise ValueError(f"temperature must be at least 0 and finite, got {temperature}")
-        if top_k is not None:
-            check_int("top_k", top_k, least=1)
-        if top_k is not None and temperature == 0.0:
-            raise ValueError(f"top_k has no meaning with temperature 0, which takes the most likely token, got {top_k}")
+        sampling = Sampling(**options)
         if self.training:
             raise RuntimeError("generate needs model.eval(): dropout belongs to training")
         _check_shape("tokens", tokens, 2, "(batch, seq)")
-        cache = KVCache(self.config.branches, tokens.shape[1] + max_new_tokens)
-        new = tokens
-        for _ in range(max_new_tokens):
-            logits = self.head(self._features(new, cache)[:, -1])
-            new = _draw(logits.float(), temperature, top_k, generator)
-            tokens = torch.cat([tokens, new], dim=1)
-        return tokens
+        return self._drawn(tokens, max_new_tokens, sampling)
 
+    @torch.no_grad()
+    def _drawn(self, tokens: Tensor, count: int, sampling: Sampling) -> Iterator[Tensor]:
+        cache = KVCache(self.config.branches, tokens.shape[1] + count)
+        newest = self._features(tokens, cache)[:, -1] if self.ring_group is None else self._read_prompt(tokens, cache)
+        for i in range(count):
+            if i:
+                newest = self._features(tokens, cache)[:, -1]
+            tokens = self.of_first_rank(sampling.draw(self.head(newest).float()))
+            yield tokens
 
-def _draw(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:
-    """One token a sample, (batch, 1)."""
-    if temperature == 0.0:
-        return logits.argmax(dim=-1, keepdim=True)
-    likely, token = logits.topk(min(top_k or logits.shape[-1], logits.shape[-1]))
-    pick = torch.multinomial((likely / temperature).softmax(dim=-1), 1, generator=generator)
-    return token.gather(-1, pick)
+    def _read_prompt(self, tokens: Tensor, cache: KVCache) -> Tensor:
+        """The features of a prompt's last token, on every rank; each reads its part, if there is one for each."""
+        group, block = self.ring_group, BLOCK_SIZES[0]
+        assert group is not None
+        if tokens.shape[1] < block * group.size():
+            return self._features(tokens, cache)[:, -1]
+        placement = Placement.contiguous(tokens.shape[1], group.size(), block_size=block)
+        x = self._features(shard_sequence(tokens, placement, group=group), cache, placement)
+        newest = x[:, -1].contiguous()  # of the whole prompt on the last rank alone
+        dist.broadcast(newest, group=group, group_src=group.size() - 1)
+        return newest
 
 
 def _check_shape(name: str, x: Tensor, ndim: int, shape: str) -> None:

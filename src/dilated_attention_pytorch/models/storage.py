@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,11 @@ def save_tensors(path: str | Path, tensors: Mapping[str, Tensor], about: Any) ->
     path = Path(path)
     unfinished = path.with_name(path.name + ".unfinished")
     contiguous = {name: x.detach().contiguous() for name, x in tensors.items()}
+    unfinished.unlink(missing_ok=True)
+    unfinished.touch()
+    mode = unfinished.stat().st_mode  # that of every new file; safetensors may write one that its owner alone can read
     safetensors.torch.save_file(contiguous, unfinished, metadata={"about": json.dumps(about)})
+    unfinished.chmod(mode)
     with unfinished.open("rb") as file:
         os.fsync(file.fileno())
     unfinished.replace(path)
@@ -28,18 +33,30 @@ def save_tensors(path: str | Path, tensors: Mapping[str, Tensor], about: Any) ->
 
 def load_tensors(path: str | Path, device: torch.device | str | None = None) -> tuple[dict[str, Tensor], Any]:
     """The tensors by name, and the value that was saved beside them."""
-    safetensors = _safetensors()
     device = check_device("cpu" if device is None else device)
+    with _opened(path) as (file, about):
+        # Copies: whoever wrote into the file, which is mapped, would write into the tensors.
+        tensors = {name: file.get_tensor(name).to(device, copy=True) for name in file.keys()}  # noqa: SIM118
+    return tensors, about
+
+
+def load_about(path: str | Path) -> Any:
+    """The value that was saved beside the tensors, which are not read."""
+    with _opened(path) as (_, about):
+        return about
+
+
+@contextmanager
+def _opened(path: str | Path) -> Iterator[tuple[Any, Any]]:
+    safetensors = _safetensors()
     try:
         with safetensors.safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
             if "about" not in metadata:
                 raise ValueError(f"path must be a file that this package saved, got {path}")
-            # Copies: whoever wrote into the file, which is mapped, would write into the tensors.
-            tensors = {name: file.get_tensor(name).to(device, copy=True) for name in file.keys()}  # noqa: SIM118
+            yield file, json.loads(metadata["about"])
     except safetensors.SafetensorError as error:
         raise ValueError(f"path must be a whole safetensors file, got {path}: {error}") from error
-    return tensors, json.loads(metadata["about"])
 
 
 def _safetensors() -> Any:

@@ -1,6 +1,7 @@
 """Modules over the operators: one class for each concept. Other names of them are in `compat`."""
 
 from .adaptive import BlockSparseAdaptive
+from .adaptive_rule import Adaptive
 from .attention import (
     BlockSparseAttention,
     BlockSparseHierarchical,
@@ -20,6 +21,7 @@ from .multihead import (
 from .schedule import SparsitySchedule
 
 __all__ = [
+    "Adaptive",
     "BlockGate",
     "BlockSparseAdaptive",
     "BlockSparseAttention",

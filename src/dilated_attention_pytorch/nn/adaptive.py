@@ -7,7 +7,6 @@ from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
 
 from ..layout import BlockLayout
 from ..layout.checks import block_pair
@@ -108,8 +107,12 @@ class BlockSparseAdaptive(Openable, nn.Module):
         *,
         key_padding_mask: Tensor | None = None,
         document_ids: Tensor | None = None,
+        lengths: Tensor | None = None,
+        dense_below: int = 0,
+        scale: float | None = None,
     ) -> BlockLayout:
-        """The blocks of a call; causal inside them with `is_causal`."""
+        """The blocks of a call; causal inside them with `is_causal`. The rest is as in `select_blocks`, the scale by
+        default the module's."""
         selector: Any = self.selector
         if self._opening_in_graphs is not None:
             if torch.compiler.is_dynamo_compiling() and type(selector) in OURS:
@@ -126,9 +129,11 @@ class BlockSparseAdaptive(Openable, nn.Module):
             sink=self.sink,
             local=self.local,
             per_kv_head=self.per_kv_head,
-            scale=self.scale,
+            scale=self.scale if scale is None else scale,
             key_padding_mask=key_padding_mask,
             document_ids=document_ids,
+            lengths=lengths,
+            dense_below=dense_below,
         )
 
     def forward(
@@ -150,23 +155,19 @@ class BlockSparseAdaptive(Openable, nn.Module):
         attend: Any = attention_with_weights if return_attention_weights else block_sparse_attention
         with autocast_off:
             layout = self.layout(q, k, is_causal, **masks)
-            head_dim = v.shape[3]
             if self.gate_strength:
-                q, k, v, options["scale"] = self._gated(q, k, v, **masks)
-            result = attend(q, k, v, layout, backend=self.backend, **options)
-        if return_attention_weights:
-            return result[0][..., :head_dim], result[1]
-        return result[..., :head_dim]
+                q, k, options["scale"] = self.gated(q, k, check_scale(self.scale, q.shape[3]), **masks)
+            return attend(q, k, v, layout, backend=self.backend, **options)
 
-    def _gated(self, q: Tensor, k: Tensor, v: Tensor, **masks: Tensor | None) -> tuple[Tensor, Tensor, Tensor, float]:
-        """The gate's score is a product of a row and a column: as further coordinates of q and k it joins theirs."""
+    def gated(self, q: Tensor, k: Tensor, scale: float, **masks: Tensor | None) -> tuple[Tensor, Tensor, float]:
+        """q, k and scale with the gate's own score in them: it is a product of a row and a column, which join q and k
+        as further coordinates."""
         blocks = self.block_size if isinstance(self.block_size, tuple) else (self.block_size, self.block_size)
-        scale = check_scale(self.scale, q.shape[3])
         assert isinstance(self.scorer, BlockGate)
         rows, columns = self.scorer.token_features(q, k, scale, blocks, **masks)
         q = torch.cat((q * scale, (rows * self.gate_strength).to(q.dtype)), dim=-1)
         k = torch.cat((k, columns.to(k.dtype)), dim=-1)
-        return q, k, pad(v, (0, columns.shape[-1])), 1.0
+        return q, k, 1.0
 
     def extra_repr(self) -> str:
         scorer = "" if isinstance(self.scorer, nn.Module) else f"{self.scorer}, "
@@ -174,4 +175,7 @@ class BlockSparseAdaptive(Openable, nn.Module):
         others = (("sink", 1), ("local", 1), ("per_kv_head", False), ("gate_strength", 0.0))
         told = "".join(f"{n}={getattr(self, n)}, " for n, usual in others if getattr(self, n) != usual)
         rest = f"block_size={self.block_size}, {told}{usual_options(self)}{reason}"
-        return f"{scorer}{self.selector}, {rest}" + (f"; {as_unused(self.unused)}" if self.unused else "")
+        kept = (
+            f"; keeps {100 * self.selector.share:g}% of the visible blocks" if hasattr(self.selector, "share") else ""
+        )
+        return f"{scorer}{self.selector}, {rest}{kept}" + (f"; {as_unused(self.unused)}" if self.unused else "")

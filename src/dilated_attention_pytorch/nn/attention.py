@@ -24,6 +24,7 @@ from ..patterns.blocks import check_branches
 from ..patterns.config import DEFAULT_DILATION_RATES, DEFAULT_SEGMENT_LENGTHS, as_unused
 from ..patterns.opening import window_of
 from .opening import Openable
+from .order import Reordering
 from .pooled import POOL_FIELDS, Pooled, only_pool_options, split_pool_options
 from .ringed import Ringed, heard_by_all
 
@@ -38,6 +39,9 @@ class BlockSparseAttention(Openable, Ringed, Pooled, nn.Module):
         scale: multiplier of the scores, head_dim ** -0.5 by default.
         dropout, attention_dropout: two names of the share of weights dropped in training.
         backend: see `block_sparse_attention`.
+        order: for a pattern of a grid (`Neighborhood`, `SlidingTiles`) whose tokens come row by row: `forward` puts
+            them into `tile_order(shape, order, prefix)`, where its blocks are full, and the output back. It moves q, k,
+            v and the output in every call; a model that orders its tokens itself moves them once.
         ring_group: ranks that the sequence is spread over, a process group or a DeviceMesh of one dimension: `forward`
             then takes this rank's shards, see `ring_block_sparse_attention`.
         device, dtype: taken as PyTorch's own modules without parameters do; there is nothing to place.
@@ -48,6 +52,7 @@ class BlockSparseAttention(Openable, Ringed, Pooled, nn.Module):
     # What the class takes beside the arguments of its signature.
     more_keywords: tuple[str, ...] = POOL_FIELDS
     reason: str | None = None  # why "auto" took this one
+    _reordering: Reordering | None = None
 
     def __init__(
         self,
@@ -57,6 +62,7 @@ class BlockSparseAttention(Openable, Ringed, Pooled, nn.Module):
         dropout: float | None = None,
         attention_dropout: float | None = None,
         backend: str = "auto",
+        order: int | Sequence[int] | None = None,
         ring_group: Group | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -68,6 +74,11 @@ class BlockSparseAttention(Openable, Ringed, Pooled, nn.Module):
         self.set_ring(ring_group)
         if not isinstance(pattern, Pattern):
             raise TypeError(f"pattern must be a Pattern, got {type(pattern).__name__}")
+        self._reordering = None if order is None else Reordering.of(pattern, order)
+        if self._reordering is not None:
+            pattern = self._reordering.pattern
+            if ring_group is not None:
+                raise ValueError("order is not possible over a ring; shard tokens that stand in tile_order already")
         # Both made here, not in forward: torch.compile takes a pattern that exists as a constant.
         self._patterns = (pattern, pattern & Causal())
         check_scale(scale, head_dim=1)
@@ -116,21 +127,18 @@ class BlockSparseAttention(Openable, Ringed, Pooled, nn.Module):
                 pattern = Opened(pattern, self._opening_in_graphs)
             else:
                 pattern = self.open_pattern(is_causal, self.whole_length(max(q.shape[1], k.shape[1]), placement))
-        run = partial(
-            attend,
-            q,
-            k,
-            v,
-            pattern,
-            backend=self.backend,
-            **ring,
-            **module_options(self, options),
-        )
-        return run() if self._source is None else self.drawing(q, run)
+        given: Any = module_options(self, options)
+        if self._reordering is not None:
+            self._reordering.check(is_causal, return_attention_weights)
+            q, k, v, given = self._reordering.of_call(q, k, v, given)
+        run = partial(attend, q, k, v, pattern, backend=self.backend, **ring, **given)
+        out = run() if self._source is None else self.drawing(q, run)
+        return out if self._reordering is None else self._reordering.back(out)
 
     def extra_repr(self) -> str:
         reason = f", reason={self.reason!r}" if self.reason else ""
-        return f"{self.pattern()}, {usual_options(self)}{reason}"
+        order = "" if self._reordering is None else ", reorders its tokens"
+        return f"{self.pattern()}, {usual_options(self)}{order}{reason}"
 
 
 class BlockSparseRingDilatedAttention(BlockSparseAttention):
@@ -183,7 +191,8 @@ class BlockSparseRingDilatedAttention(BlockSparseAttention):
 
     def extra_repr(self) -> str:
         unused = unused_of(self.sparse_config, self.segment_lengths, self.dilation_rates)
-        return super().extra_repr() + (f"; {as_unused(unused)}" if unused else "")
+        notes = [self.sparse_config.kept, as_unused(unused) if unused else ""]
+        return "; ".join([super().extra_repr(), *filter(None, notes)])
 
 
 class BlockSparseHierarchical(BlockSparseRingDilatedAttention):

@@ -15,6 +15,7 @@ from ..layout.branches import layout_of_branches
 from ..ops import BlockSparseWeights, dilated_attention
 from ..ops.checks import DEFAULT_BLOCK_SIZE, check_device_and_dtype, check_options, check_scale
 from ..ops.choose import check_backend, leave_autocast
+from ..ops.dilated import check_padding
 from ..ops.weights import attention_weights
 from ..options import OptionKeywords
 from ..patterns import Branches
@@ -30,7 +31,7 @@ class DilatedAttention(Ringed, Pooled, nn.Module):
 
     Args:
         segment_lengths, dilation_rates: the branches, [2048, 4096, 8192] and [1, 2, 4] by default; both or neither.
-        head_offsets, detach_branch_weights, scale, backend: see `dilated_attention`.
+        head_offsets, detach_branch_weights, padding, scale, backend: see `dilated_attention`. No padding over a ring.
         dropout, attention_dropout: two names of the share of weights dropped in training.
         ring_group: ranks that the sequence is spread over, a process group or a DeviceMesh of one dimension: `forward`
             then takes this rank's shards, see `ring_dilated_attention`.
@@ -48,6 +49,7 @@ class DilatedAttention(Ringed, Pooled, nn.Module):
         *,
         head_offsets: str = "interleaved",
         detach_branch_weights: bool = False,
+        padding: str | None = None,
         scale: float | None = None,
         dropout: float | None = None,
         attention_dropout: float | None = None,
@@ -67,6 +69,10 @@ class DilatedAttention(Ringed, Pooled, nn.Module):
         self.branches = Branches(segment_lengths, dilation_rates, head_offsets)
         check_flag("detach_branch_weights", detach_branch_weights)
         self.detach_branch_weights = detach_branch_weights
+        check_padding(padding)
+        if padding is not None and ring_group is not None:
+            raise ValueError("padding must be None over a ring, whose ranks attend to tokens alone, got 'zero_keys'")
+        self.padding = padding
         check_scale(scale, head_dim=1)
         self.scale = scale
         self.dropout = one_dropout(dropout, attention_dropout)
@@ -114,7 +120,7 @@ class DilatedAttention(Ringed, Pooled, nn.Module):
             detach_branch_weights=self.detach_branch_weights,
             return_lse=return_attention_weights,
             backend=self.backend,
-            **ring,
+            **(ring or {"padding": self.padding}),
             **call,
         )
         result = run() if self._source is None else self.drawing(q, run)
@@ -131,4 +137,5 @@ class DilatedAttention(Ringed, Pooled, nn.Module):
 
     def extra_repr(self) -> str:
         detached = ", detach_branch_weights=True" if self.detach_branch_weights else ""
-        return f"{self.branches}, {usual_options(self)}{detached}"
+        padding = "" if self.padding is None else f", padding={self.padding!r}"
+        return f"{self.branches}, {usual_options(self)}{detached}{padding}"

@@ -54,9 +54,14 @@ class BlockGate(nn.Module):
 
     def features(self, queries: Blocked, keys: Blocked, scale: float) -> tuple[Tensor, Tensor]:
         """Rows and columns of `MeanPooled`, corrected."""
-        rows, columns = self.scorer.features(queries, keys, scale)
+        return self.rows(queries, scale), self.columns(keys)
+
+    def rows(self, queries: Blocked, scale: float) -> Tensor:
+        return self._corrected_rows(self.scorer.rows(queries, scale))
+
+    def columns(self, keys: Blocked) -> Tensor:
         parts = keys.parts(self.scorer.keys or keys.block)
-        return self._corrected(rows, columns, parts.extreme(1), parts.extreme(-1))
+        return self._corrected_columns(parts.mean(), parts.extreme(1), parts.extreme(-1))
 
     def token_features(
         self,
@@ -78,25 +83,30 @@ class BlockGate(nn.Module):
             x.flatten(1, 2)[:, : like.shape[1]]
             for x, like in ((queries.mean() * scale, q), (keys.mean(), k), (keys.extreme(1), k), (keys.extreme(-1), k))
         )
-        return self._corrected(rows, columns, most, least)
+        return self._corrected_rows(rows), self._corrected_columns(columns, most, least)
 
-    def _corrected(self, rows: Tensor, columns: Tensor, most: Tensor, least: Tensor) -> tuple[Tensor, Tensor]:
-        for name, x, weight in (("q", rows, self.row_weight), ("k", columns, self.column_weight)):
-            if x.shape[2:] != (weight.shape[0], weight.shape[2]):
-                raise ValueError(
-                    f"{name} must have {weight.shape[0]} heads of {weight.shape[2]}, as the gate was made for, "
-                    f"got {list(x.shape[2:])}"
-                )
+    def _corrected_rows(self, rows: Tensor) -> Tensor:
+        _check_heads("q", rows, self.row_weight)
+        return rows + torch.einsum("brhf,hfg->brhg", rows, self.row_weight.to(rows.dtype))
+
+    def _corrected_columns(self, columns: Tensor, most: Tensor, least: Tensor) -> Tensor:
+        _check_heads("k", columns, self.column_weight)
         seen = torch.cat((columns, most.to(columns.dtype), least.to(columns.dtype)), dim=-1)
-        rows = rows + torch.einsum("brhf,hfg->brhg", rows, self.row_weight.to(rows.dtype))
-        columns = columns + torch.einsum("bchf,hfg->bchg", seen, self.column_weight.to(seen.dtype))
-        return rows, columns
+        return columns + torch.einsum("bchf,hfg->bchg", seen, self.column_weight.to(seen.dtype))
+
+
+def _check_heads(name: str, x: Tensor, weight: Tensor) -> None:
+    if x.shape[2:] != (weight.shape[0], weight.shape[2]):
+        raise ValueError(
+            f"{name} must have {weight.shape[0]} heads of {weight.shape[2]}, as the gate was made for, "
+            f"got {list(x.shape[2:])}"
+        )
 
 
 @dataclass(frozen=True)
 class _SoFar:
     """Tokens in patches (batch, patches, size, heads, head_dim), and which of its patch each one counts: those up to
-    itself, [size, size], and with masks of them those of its document that nobody hides, [batch, patches, size, size].
+    itself, [size, size], and with masks of them those of its document not hidden, [batch, patches, size, size].
     """
 
     tokens: Tensor

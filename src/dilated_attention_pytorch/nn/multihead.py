@@ -282,8 +282,8 @@ class MultiheadDilatedAttention(Multihead):
 
     Args:
         embed_dim, num_heads: as in `nn.MultiheadAttention`.
-        segment_lengths, dilation_rates, head_offsets, detach_branch_weights: as in `DilatedAttention`; so are scale,
-            dropout, attention_dropout, backend, ring_group and the options of the memory pool.
+        segment_lengths, dilation_rates, head_offsets, detach_branch_weights, padding: as in `DilatedAttention`; so are
+            scale, dropout, attention_dropout, backend, ring_group and the options of the memory pool.
         num_kv_heads, bias, kdim, vdim, batch_first: as in `BlockSparseRingMultiheadDilatedAttention`.
         layer_norm, layer_norm_eps: MAGNETO's layer norm before the output projection; off by default, 1e-5.
         gamma_init: start as MAGNETO does, values and output scaled by this; see `magneto_gammas`. By default the
@@ -301,6 +301,7 @@ class MultiheadDilatedAttention(Multihead):
         *,
         head_offsets: str = "interleaved",
         detach_branch_weights: bool = False,
+        padding: str | None = None,
         num_kv_heads: int | None = None,
         bias: bool = True,
         kdim: int | None = None,
@@ -323,6 +324,7 @@ class MultiheadDilatedAttention(Multihead):
             dilation_rates,
             head_offsets=head_offsets,
             detach_branch_weights=detach_branch_weights,
+            padding=padding,
             scale=scale,
             dropout=dropout,
             attention_dropout=attention_dropout,

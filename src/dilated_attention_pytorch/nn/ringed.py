@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, Self, TypeVar
 
 import torch.distributed as dist
+from torch import Tensor
 
 from ..distributed import Placement
-from ..distributed.agreement import broadcast_refusal, untraced
+from ..distributed.agreement import told_to_all
+from ..distributed.attention import whole_length
 from ..distributed.exchange import Group, Shared, check_group
-from ..distributed.ring import whole_length
+from ..distributed.shard import check_placement, positions_on
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -30,6 +33,36 @@ class Ringed:
     def ring_group(self) -> dist.ProcessGroup | None:
         """The ranks that the sequence is spread over; None for a ring of one."""
         return None if self._ring is None else self._ring.value
+
+    def alone(self) -> Self:
+        """The module on this rank by itself, with the same parameters."""
+        if self._ring is None:
+            return self
+        module = copy(self)
+        module._ring = None
+        return module
+
+    def positions(self, x: Tensor, placement: Placement | None) -> Tensor | None:
+        """Where the tokens of x (batch, tokens, …) are in the whole sequence, int64 [tokens]: over a ring of their
+        placement, which must then be given; None without a ring."""
+        group = self.ring_group
+        if group is None:
+            self.ring_options(placement, with_weights=False)
+            return None
+        with told_to_all(group):
+            if placement is None:
+                raise ValueError("placement must be given over a ring: the one by which the tokens were cut")
+            check_placement(placement, group)
+            mine = placement.num_tokens(group.rank())
+            if x.ndim < 2 or x.shape[1] != mine:
+                raise ValueError(f"this rank must be given its {mine} tokens of the placement, got {list(x.shape)}")
+        return positions_on(placement, group.rank(), x.device)
+
+    def of_first_rank(self, x: Tensor) -> Tensor:
+        """What the first rank has; every rank gives a tensor of the same kind."""
+        if self.ring_group is not None:
+            dist.broadcast(x, group=self.ring_group, group_src=0)
+        return x
 
     def ring_options(self, placement: Placement | None, with_weights: bool) -> dict[str, Any]:
         """What the ring's operator takes besides; empty without a ring."""
@@ -52,12 +85,9 @@ def heard_by_all(forward: Callable[P, T]) -> Callable[P, T]:
     @wraps(forward)
     def call(*args: P.args, **options: P.kwargs) -> T:
         module: Any = args[0]
-        return forward(*args, **options) if module._ring is None else _over_ring(forward, *args, **options)
+        if module._ring is None:
+            return forward(*args, **options)
+        with told_to_all(module.ring_group):
+            return forward(*args, **options)
 
     return call
-
-
-@untraced
-def _over_ring(forward: Callable[..., T], module: Any, *args: Any, **options: Any) -> T:
-    with broadcast_refusal(check_group(module.ring_group)):
-        return forward(module, *args, **options)

@@ -1,8 +1,10 @@
 """The public functions: checks, the choice of a backend, and the operators."""
 
+from .bias import ScoreBias
 from .block_sparse import attention_with_weights, block_sparse_attention
 from .budget import split_budget
-from .decode import decode_attention
+from .cache_blocks import BlockSummaries, CacheBlocks
+from .decode import decode_attention, explain_decode
 from .dilated import dilated_attention
 from .explain import Explanation, explain
 from .fast_path import set_fast_path
@@ -11,11 +13,15 @@ from .merge import merge_attention
 from .scores import Antidiagonal, MeanPooled, MinMaxBound, Moments, SampledRows
 from .select import block_masses, select_blocks
 from .selectors import CumulativeMass, RelativeThreshold, SharedBudget, TopK
+from .token_order import permute, tile_order, unpermute
+from .warm_up import warm_up
 from .weights import BlockSparseWeights
 
 __all__ = [
     "Antidiagonal",
     "BlockSparseWeights",
+    "BlockSummaries",
+    "CacheBlocks",
     "CumulativeMass",
     "Explanation",
     "MeanPooled",
@@ -23,6 +29,7 @@ __all__ = [
     "Moments",
     "RelativeThreshold",
     "SampledRows",
+    "ScoreBias",
     "SharedBudget",
     "TopK",
     "attention_with_weights",
@@ -31,9 +38,14 @@ __all__ = [
     "decode_attention",
     "dilated_attention",
     "explain",
+    "explain_decode",
     "kept_mass",
     "merge_attention",
+    "permute",
     "select_blocks",
     "set_fast_path",
     "split_budget",
+    "tile_order",
+    "unpermute",
+    "warm_up",
 ]

@@ -10,6 +10,7 @@ from ..layout import BlockLayout
 from ..options import OptionKeywords
 from ..patterns import Pattern
 from .attend import attend
+from .bias import ScoreBias
 from .checks import check_lists, check_qkv, check_scale, refuse_branches, tokens_first
 from .choose import check_backend, check_call, choose_for, leave_autocast
 from .fast_path import call_key, remember, run_known
@@ -30,6 +31,7 @@ def block_sparse_attention(
     document_ids: Tensor | None = None,
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
+    bias: ScoreBias | None = None,
     sinks: Tensor | None = None,
     return_lse: bool = False,
     backend: str = "auto",
@@ -39,7 +41,8 @@ def block_sparse_attention(
 
     Args:
         q: (batch, seq_q, heads, head_dim), float64, float32, bfloat16 or float16.
-        k, v: (batch, seq_k, heads_kv, head_dim) with heads a multiple of heads_kv.
+        k, v: (batch, seq_k, heads_kv, head_dim) with heads a multiple of heads_kv. v may have a head_dim of its own,
+            as in the latent attention of DeepSeek; out then has that.
         layout_or_pattern: a `BlockLayout` for these lengths, or a pattern (its layout is built once and remembered;
             blocks of 128 tokens unless the pattern is written in blocks of its own).
         is_causal: also hide every key that comes after the query; the last query is aligned with the last key.
@@ -51,7 +54,10 @@ def block_sparse_attention(
             seq_q of these tokens.
         softcap: scores s, scaled, become softcap · tanh(s / softcap), as in Gemma 2. Positive.
         alibi_slopes: (heads,): after that, a score falls by the slope of its head for each token between query and
-            key. No gradient. Scores are float32: one at distance d is rounded by up to slope · d / 2²⁴.
+            key. The same as `ScoreBias.slopes`. Scores are float32: one at distance d is rounded by up to
+            slope · d / 2²⁴.
+        bias: a `ScoreBias`, added to the scores after softcap: tables of relative distance, slopes, a number for each
+            key, or for each pair, and sums of these. Its tensors get their gradients.
         sinks: (heads,): a score for each head that joins the softmax of every row and brings no value, as in gpt-oss;
             lse then counts it. It gets its gradient, and its column is never dropped.
         return_lse: also return the log-sum-exp of each row, (batch, heads, seq_q), float32 (float64 for float64).
@@ -61,14 +67,15 @@ def block_sparse_attention(
             that `x.unflatten(-1, (heads, head_dim)).transpose(1, 2)` makes of a projection.
 
     Returns:
-        out like q, or (out, lse). A query that may see no key gives out 0, lse −inf (or its sink) and no gradient.
+        out like q with the head_dim of v, or (out, lse). A query that may see no key gives out 0, lse −inf (or its
+        sink) and no gradient.
     """
     if layout != "bshd":
         q, k, v = tokens_first(layout, q, k, v)
     q, k, v, autocast_off = leave_autocast(q, k, v)
     key, what = None, layout_or_pattern
     if isinstance(what, BlockLayout | Pattern):
-        others = key_padding_mask, document_ids, softcap, alibi_slopes, sinks
+        others = key_padding_mask, document_ids, softcap, alibi_slopes, bias, sinks
         key = call_key(
             q, k, v, is_causal=is_causal, scale=scale, dropout_p=dropout_p, return_lse=return_lse, backend=backend,
             others=others,
@@ -96,10 +103,11 @@ def block_sparse_attention(
                 document_ids=document_ids,
                 softcap=softcap,
                 alibi_slopes=alibi_slopes,
+                bias=bias,
                 sinks=sinks,
                 return_lse=return_lse,
             )
-            chosen = choose_for(q, k, whole, options, backend, return_lse)
+            chosen = choose_for(q, k, v, whole, options, backend, return_lse)
             if key is not None:
                 remember(what, key, options, chosen)  # type: ignore[arg-type]
             out, lse = attend(q, k, v, whole, options, chosen)
@@ -131,6 +139,6 @@ def attention_with_weights(
         layout, checked = check_call(q, k, v, layout_or_pattern, is_causal=is_causal, return_lse=True, **options)
         if isinstance(layout, NamedLayout):  # which blocks there are decides the shape of the weights
             layout = layout.constant()
-        out, lse = attend(q, k, v, layout, checked, choose_for(q, k, layout, checked, backend, return_lse=True))
+        out, lse = attend(q, k, v, layout, checked, choose_for(q, k, v, layout, checked, backend, return_lse=True))
         assert lse is not None
         return out, attention_weights(q, k, lse, layout, checked)

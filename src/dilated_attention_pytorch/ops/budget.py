@@ -14,7 +14,7 @@ from torch import Tensor
 from ..layout.checks import block_pair
 from ..patterns.base import check_flag, check_int, shown
 from ..patterns.blocks import ceil_div
-from .select import grid_of
+from .grids import grid_of
 from .selectors import Grid, SharedBudget, TopK
 
 # Shares that are tried for a layer: so many up to the selector's own (a power of two, so that it is among them),

@@ -8,12 +8,12 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
-from ..backends.base import compute_dtype
 from ..layout import BlockLayout
 from ..layout.checks import check_device
 from ..options import CallOptions, OptionKeywords
 from ..patterns import Branches, Pattern, PerHead, SparsePatternConfig
 from ..patterns.base import constant_in_graphs, shown
+from .bias import bias_of_call
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 DEFAULT_BLOCK_SIZE = 128
@@ -45,11 +45,13 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
             raise ValueError(f"{name} must not be empty, got shape {list(shape)}")
         if shape[0] != shapes[0][0]:
             raise ValueError(f"{name} must have the batch size of q, {shapes[0][0]}, got {shape[0]}")
-        if shape[3] != shapes[0][3]:
-            raise ValueError(f"{name} must have the head_dim of q, {shapes[0][3]}, got {shape[3]}")
+        if name == "k" and shape[3] != shapes[0][3]:
+            raise ValueError(f"k must have the head_dim of q, {shapes[0][3]}, got {shape[3]}")
     (_, seq_k, heads_kv, _), heads = shapes[1], shapes[0][2]
-    if shapes[1] != shapes[2]:
-        raise ValueError(f"k and v must have the same shape, got {list(shapes[1])} and {list(shapes[2])}")
+    if shapes[1][:3] != shapes[2][:3]:
+        raise ValueError(
+            f"k and v must have the same shape but for head_dim, got {list(shapes[1])} and {list(shapes[2])}"
+        )
     swapped = heads_kv >= MANY_HEADS and heads_kv >= 4 * seq_k
     if heads % heads_kv:
         hint = f". {HEADS_FIRST}" if swapped else ""
@@ -135,35 +137,24 @@ def check_options(q: Tensor, k: Tensor, **keywords: Unpack[OptionKeywords]) -> C
             f"unknown keyword {unknown[0]!r}; the options of a call are {list(OptionKeywords.__annotations__)}"
         )
     key_padding_mask, document_ids = keywords.get("key_padding_mask"), keywords.get("document_ids")
-    sinks = keywords.get("sinks")
+    slopes, sinks = keywords.get("alibi_slopes"), keywords.get("sinks")
     check_masks(q, k, key_padding_mask, document_ids)
-    check_sinks(sinks, q)
+    _check_per_head("alibi_slopes", slopes, q)
+    _check_per_head("sinks", sinks, q)
     return CallOptions(
         scale=check_scale(keywords.get("scale"), q.shape[3]),
         key_padding_mask=key_padding_mask,
         document_ids=document_ids,
         dropout_p=check_dropout(keywords.get("dropout_p", 0.0)),
         softcap=check_softcap(keywords.get("softcap")),
-        alibi_slopes=check_slopes(keywords.get("alibi_slopes"), q),
         sinks=sinks,
+        bias=bias_of_call(keywords.get("bias"), slopes, q, k),
     )
 
 
-def check_slopes(alibi_slopes: Tensor | None, q: Tensor) -> Tensor | None:
-    if alibi_slopes is None:
-        return None
-    _check_per_head("alibi_slopes", alibi_slopes, q)
-    if alibi_slopes.requires_grad and torch.is_grad_enabled():
-        raise ValueError("alibi_slopes get no gradient and must not require one")
-    return alibi_slopes.to(compute_dtype(q.dtype))
-
-
-def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
-    if sinks is not None:
-        _check_per_head("sinks", sinks, q)
-
-
-def _check_per_head(name: str, x: Tensor, q: Tensor) -> None:
+def _check_per_head(name: str, x: Tensor | None, q: Tensor) -> None:
+    if x is None:
+        return
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a tensor or None, got {type(x).__name__}")
     if x.shape != (q.shape[2],):

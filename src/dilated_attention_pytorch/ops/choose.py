@@ -14,7 +14,7 @@ from ..backends.base import Request
 from ..layout import BlockLayout
 from ..options import CallOptions, OptionKeywords
 from ..patterns import Branches, Pattern
-from ..patterns.base import check_flag, shown
+from ..patterns.base import check_flag, did_you_mean, shown
 from .checks import check_options, check_qkv
 from .named import NamedLayout, resolve_layout
 
@@ -25,7 +25,8 @@ BY_NAME: dict[str, ModuleType] = {backend.name: backend for backend in (*ORDERED
 
 def check_backend(backend: str) -> str:
     if not isinstance(backend, str) or (backend != "auto" and backend not in BY_NAME):
-        raise ValueError(f"backend must be one of {['auto', *BY_NAME]}, got {shown(backend)}")
+        meant = did_you_mean(str(backend), BY_NAME)
+        raise ValueError(f"backend must be one of {['auto', *BY_NAME]}, got {shown(backend)}{meant}")
     return backend
 
 
@@ -40,10 +41,16 @@ def choose(backend: str, request: Request) -> ModuleType:
 
 
 def choose_for(
-    q: Tensor, k: Tensor, layout: BlockLayout | NamedLayout, options: CallOptions, backend: str, return_lse: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: BlockLayout | NamedLayout,
+    options: CallOptions,
+    backend: str,
+    return_lse: bool,
 ) -> ModuleType:
     named = backend != "auto"
-    return choose(backend, Request.of(q, k, options, kind=layout.kind, return_lse=return_lse, named=named))
+    return choose(backend, Request.of(q, k, v, options, kind=layout.kind, return_lse=return_lse, named=named))
 
 
 def has_autocast(device_type: str) -> bool:

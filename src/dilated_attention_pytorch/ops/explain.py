@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..backends.base import Request
 from ..layout import BlockLayout
+from ..layout.tiles import bitmaps_text
 from ..options import OptionKeywords
 from ..patterns import Branches, Pattern
 from ..patterns.branches import check_heads
@@ -27,15 +28,17 @@ class Explanation:
         reasons: by backend, why it is or is not chosen.
         kernels: which kernels run forward and backward and why, where the backend has several.
         path: how much of the way a call like this goes, here and now: see `ops/fast_path.py`.
+        bitmaps: of a layout that has some, how many and what they take; else empty.
     """
 
     chosen: str
     reasons: dict[str, str]
     kernels: dict[str, str] = field(default_factory=dict)
     path: str = "every call is checked"
+    bitmaps: str = ""
 
     def __str__(self) -> str:
-        rows = self.reasons | self.kernels | {"path": self.path}
+        rows = self.reasons | self.kernels | ({"bitmaps": self.bitmaps} if self.bitmaps else {}) | {"path": self.path}
         width = max(map(len, rows))
         mark = {name: "→" if name == self.chosen else " " for name in rows}
         return "\n".join(f"{mark[name]} {name:{width}}  {reason}" for name, reason in rows.items())
@@ -64,7 +67,7 @@ def explain(
     if isinstance(layout_or_pattern, Branches):
         check_heads(layout_or_pattern.dilation_rates, q.shape[2])
     named = backend != "auto"
-    request = Request.of(q, k, checked, kind=whole.kind, return_lse=return_lse, named=named)
+    request = Request.of(q, k, v, checked, kind=whole.kind, return_lse=return_lse, named=named)
     backend_of_call = choose(backend, request)
     chosen = backend_of_call.name
     reasons = {}
@@ -83,7 +86,8 @@ def explain(
         q, k, v, is_causal=is_causal, scale=options.get("scale"), dropout_p=checked.dropout_p, return_lse=return_lse,
         backend=backend, others=others,
     )  # fmt: skip
-    return Explanation(chosen, reasons, kernels, _path(layout_or_pattern, whole, key))
+    bitmaps = bitmaps_text(whole) if isinstance(whole, BlockLayout) else ""
+    return Explanation(chosen, reasons, kernels, _path(layout_or_pattern, whole, key), bitmaps)
 
 
 def _path(

@@ -1,8 +1,8 @@
 """The fast path: a call like one before skips the checks, and then everything up to the launch of its kernels.
 
-A call has a key where plain eager PyTorch runs it without masks, dropout or score modifications: all that its checks,
-its backend and its launches depend on, except the numbers in q, k and v. What is known of a key stands in the
-`call_cache` of the layout, so it goes when the layout goes.
+A call of `block_sparse_attention` or `dilated_attention` has a key where plain eager PyTorch runs it without masks,
+dropout or score modifications: all that its checks, its backend and its launches depend on, except the numbers in q, k
+and v. What is known of a key stands in the `call_cache` of the layout, so it goes when the layout goes.
 
     a call ──no key─────────────────────────────▶ check, choose, run
       │ key
@@ -14,6 +14,18 @@ its backend and its launches depend on, except the numbers in q, k and v. What i
       │                                                                       has recorded its launches
       ▼
     replay(q, k, v): new results and the recorded launches (`kernels/launcher.py`), nothing else
+
+A call of `decode_attention` has a key with masks and score modifications too, and no layout: a table of the process has
+what is known of it. Only the lengths are looked at in every call, and those on a GPU are not.
+
+    a call ──no key──────────────▶ check, choose ───────────────┐
+      │ key                                                     │
+      ▼                                                         ▼
+    _decoding[key] ──missing──▶ check, choose ──▶ DecodingCall ─┤
+      │ DecodingCall(options, backend, rows of the pattern)     │
+      ▼                                                         ▼
+    lengths ────────────────────────────────────────────▶ the backend; launches of kernels are recorded in
+                                                          `CacheRows.call_cache` and replayed (`launcher.repeat`)
 
 `set_fast_path(False)` sends every call the whole way, to find out whether a fault lies here.
 """
@@ -27,9 +39,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..caches import register_container
 from ..layout import BlockLayout
 from ..layout.eager import is_plain_eager
+from ..layout.rows import CacheRows
 from ..options import CallOptions
+from ..patterns import Pattern
 from ..patterns.base import check_flag
 from .attend import asks_gradients, refuse_forward_mode, run_eagerly
 
@@ -63,7 +78,7 @@ def call_key(
     backend: str,
     others: Sequence[object],
 ) -> tuple[object, ...] | None:
-    """What makes two calls over a layout equal but for their numbers; None for a call that goes the whole way.
+    """What makes two calls over a layout equal but for their numbers; None for a call that takes the whole path.
 
     Args:
         others: the options that have no place in the key; a call that brings one of them has none.
@@ -74,8 +89,7 @@ def call_key(
     usual = usual and dropout_p == 0.0 and type(scale) in (float, int, NoneType)
     if not usual or any(x.layout is not torch.strided for x in (q, k, v)):
         return None
-    like = ((x.device, x.dtype, x.shape, x.stride(), x.data_ptr() % 16 == 0) for x in (q, k, v))
-    return *like, is_causal, scale, return_lse, backend
+    return *map(_like, (q, k, v)), is_causal, scale, return_lse, backend
 
 
 def remember(layout: BlockLayout, key: object, options: CallOptions, backend: ModuleType) -> None:
@@ -100,3 +114,67 @@ def run_known(
         if replay is not None:
             layout.remember_call(key, known._replace(replay=replay))
     return out, lse
+
+
+def _like(x: Tensor) -> tuple[object, ...]:
+    """What a tensor must share with one before to pass the same checks and be launched in the same way."""
+    return x.device, x.dtype, x.shape, x.stride(), x.data_ptr() % 16 == 0
+
+
+class DecodingCall(NamedTuple):
+    """What need not be found out again of a call of `decode_attention`.
+
+    Attributes:
+        options: without tensors.
+        backend: its name.
+        pattern, block: what the cache is read by, and the size of its blocks.
+        rows: the rows of the pattern, where they do not depend on lengths.
+        chosen: rows are blocks that were chosen for this call, and nothing else; with `is_causal` for tokens up to the
+            query.
+    """
+
+    options: CallOptions
+    backend: str
+    pattern: Pattern
+    block: int
+    rows: CacheRows | None = None
+    chosen: bool = False
+    is_causal: bool = True
+
+
+MOST_DECODING = 1024
+_decoding: dict[object, DecodingCall] = {}
+register_container(_decoding, "ops.fast_path._decoding", "checked calls of `decode_attention`", bound=MOST_DECODING)
+
+
+def decoding_key(
+    tensors: Sequence[Tensor | None],
+    lengths: object,
+    pattern: object,
+    flags: tuple[bool, bool],
+    numbers: tuple[float | None, float | None],
+    backend: str,
+) -> tuple[object, ...] | None:
+    """As `call_key`, for `decode_attention`; `tensors` are all but the lengths, None where one is not given."""
+    given = [x for x in tensors if x is not None]
+    if not _enabled or not all(isinstance(x, Tensor) for x in given) or not isinstance(pattern, Pattern):
+        return None
+    usual = type(backend) is str and all(type(x) is bool for x in flags)
+    usual = usual and all(type(x) in (float, int, NoneType) for x in numbers)
+    if not usual or not is_plain_eager(*given, *([lengths] if isinstance(lengths, Tensor) else [])):
+        return None
+    learning = torch.is_grad_enabled() and any(x.requires_grad for x in given)
+    if learning or any(x.layout is not torch.strided for x in given):
+        return None
+    return *(None if x is None else _like(x) for x in tensors), pattern, *flags, *numbers, backend
+
+
+def known_decoding(key: object) -> DecodingCall | None:
+    return _decoding.get(key)
+
+
+def remember_decoding(key: object, call: DecodingCall) -> None:
+    """A call with this key was checked."""
+    if len(_decoding) >= MOST_DECODING:
+        _decoding.clear()
+    _decoding[key] = call

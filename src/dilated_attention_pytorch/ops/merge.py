@@ -62,7 +62,7 @@ def merge_parts(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]
     lse = torch.logsumexp(torch.stack(lses), dim=0)
     mixed = torch.zeros_like(outs[0], dtype=lse.dtype, memory_format=torch.contiguous_format)
     for out, share in zip(outs, _shares(lses, lse), strict=True):
-        mixed.addcmul_(torch.where(share == 0, 0.0, out.to(lse.dtype)), share)  # nobody reads an empty row
+        mixed.addcmul_(torch.where(share == 0, 0.0, out.to(lse.dtype)), share)  # empty rows have no weight
     return mixed.to(outs[0].dtype), lse
 
 

@@ -9,17 +9,17 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..backends.reference import counted_pairs
+from ..caches import cached
 from ..layout import BlockLayout, layout_for, layout_for_branches
 from ..layout.branches import kind_of_branches
-from ..layout.build import kind_of
 from ..layout.eager import is_plain_eager, value_cache
+from ..layout.terms import kind_of
 from ..options import CallOptions
 from ..patterns import Branches, Causal, Pattern
 from ..patterns.base import constant_in_graphs, value_of
@@ -56,10 +56,10 @@ def layout_of(
     return layout_for(pattern, seq_q, seq_k, block_size, device)
 
 
-opened_once = value_cache(opened)
+opened_once = value_cache(128, "patterns as a `SparsitySchedule` has opened them")(opened)
 
 
-@lru_cache(maxsize=256)
+@cached(256, "patterns with `is_causal` in them")
 def _made_causal(pattern: Pattern) -> Pattern:
     return pattern & Causal()
 
@@ -171,7 +171,7 @@ def _as_constants(
     text: str, is_causal: bool, seq_q: int, seq_k: int, heads: int, device: torch.device
 ) -> tuple[list[Tensor], list[int], str | None]:
     layout = layout_of(value_of(text), is_causal, seq_q, seq_k, heads, device)
-    walked = device.type == "cuda" and layout.kind is None
+    walked = device.type == "cuda" and _kind_of_text(text, is_causal) is None
     return *layout.flatten(work_order=walked, by_key=walked), layout.kind
 
 

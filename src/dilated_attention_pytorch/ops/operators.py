@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..backends.base import compute_dtype
+from ..backends.base import compute_dtype, results_of
 from ..layout import BlockLayout
-from ..options import CallOptions
+from ..options import OF_BIAS, CallOptions
 from .choose import BY_NAME
 from .named import NamedLayout, layouts_of, names_of
 
@@ -60,9 +60,7 @@ def _forward(
 
 
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    batch, seq_q, heads, _ = q.shape
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    return out, q.new_empty(batch, heads, seq_q, dtype=compute_dtype(q.dtype))
+    return results_of(q, v)
 
 
 def _backward(
@@ -80,13 +78,17 @@ def _backward(
     given: str,
     numbers: list[float],
     backend: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    options = CallOptions.unflatten(tensors, given, numbers)
-    return gradients(do, dlse, q, k, v, out, lse, _found(q, k, layout, sizes, names), options, BY_NAME[backend])
+    wanted: str,
+) -> list[Tensor]:
+    options, layouts = CallOptions.unflatten(tensors, given, numbers), _found(q, k, layout, sizes, names)
+    return [*gradients(do, dlse, q, k, v, out, lse, layouts, options, BY_NAME[backend], wanted.split())]
 
 
-def _fake_backward(do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+def _fake_backward(do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> list[Tensor]:
+    tensors, given, numbers, _, wanted = rest[-5:]
+    bias = CallOptions.unflatten(tensors, given, numbers).bias
+    more = [getattr(bias, name) for name in wanted.split()]
+    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v, *more)]
 
 
 def gradients(
@@ -100,20 +102,51 @@ def gradients(
     layouts: Sequence[BlockLayout],
     options: CallOptions,
     backend: ModuleType,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv; the layouts are the whole and the parts of `attend`."""
+    wanted: Sequence[str] = (),
+) -> tuple[Tensor, ...]:
+    """dq, dk and dv, and the gradients of those tensors of the bias that are wanted; the layouts are the whole and the
+    parts of `attend`."""
+    asked = [name for name in wanted if name != "query_terms"]
+    found = _summed(do, dlse, q, k, v, out, lse, layouts, options, backend, asked)
+    if "query_terms" not in wanted:
+        return found
+    # What a row's scores have in common changes its lse alone.
+    assert options.bias is not None
+    assert options.bias.query_terms is not None
+    of_rows = torch.zeros_like(lse) if dlse is None else dlse.masked_fill(lse == -torch.inf, 0.0)
+    of_bias = dict(zip(asked, found[3:], strict=True))
+    of_bias["query_terms"] = of_rows.sum_to_size(options.bias.query_terms.shape)
+    return *found[:3], *(of_bias[name] for name in wanted)
+
+
+def _summed(
+    do: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    layouts: Sequence[BlockLayout],
+    options: CallOptions,
+    backend: ModuleType,
+    wanted: Sequence[str],
+) -> tuple[Tensor, ...]:
+    """`gradients` of what a backend is asked for, over all parts."""
     whole, *parts = layouts
+    more: Any = (wanted,) if wanted else ()
     if not parts:
-        return backend.backward(do, dlse, q, k, v, out, lse, whole, options)
+        return backend.backward(do, dlse, q, k, v, out, lse, whole, options, *more)
     # With the lse of the whole, the weights of a part are its own times its share of the row: a constant.
+    of_bias = [getattr(options.bias, name) for name in wanted]
     dtype = compute_dtype(q.dtype)
-    dq, dk, dv = (torch.zeros_like(x, dtype=dtype, memory_format=torch.contiguous_format) for x in (q, k, v))
+    sums = [torch.zeros_like(x, dtype=dtype, memory_format=torch.contiguous_format) for x in (q, k, v, *of_bias)]
     for part in parts:
         part_out, _ = backend.forward(q, k, v, part, options)
-        more = backend.backward(do, dlse, q, k, v, part_out, lse, part, options)
-        for total, x in zip((dq, dk, dv), more, strict=True):
+        found = backend.backward(do, dlse, q, k, v, part_out, lse, part, options, *more)
+        for total, x in zip(sums, found, strict=True):
             total += x
-    return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
+    return tuple(total.to(x.dtype) for total, x in zip(sums, (q, k, v, *of_bias), strict=True))
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -129,11 +162,17 @@ def _differentiate(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[An
     num, *of_layout = ctx.of_layout
     layout, tensors = rest[:num], rest[num:]
     do = torch.zeros_like(out) if do is None else do
-    grads = backward(do, dlse, q, k, v, out, lse, layout, *of_layout, tensors, *ctx.of_options, ctx.backend)
-    return *grads, [None] * len(layout), None, None, [None] * len(tensors), None, None, None
+    (given, numbers), of_tensors = ctx.of_options, ctx.needs_input_grad[6]
+    asked = [bool(needed) and name.startswith(OF_BIAS) for name, needed in zip(given.split(), of_tensors, strict=True)]
+    wanted = [name.removeprefix(OF_BIAS) for name, each in zip(given.split(), asked, strict=True) if each]
+    options = tensors, given, numbers, ctx.backend, " ".join(wanted)
+    dq, dk, dv, *more = backward(do, dlse, q, k, v, out, lse, layout, *of_layout, *options)
+    of_bias = iter(more)
+    of_options = [next(of_bias) if each else None for each in asked]
+    return dq, dk, dv, [None] * len(layout), None, None, of_options, None, None, None
 
 
-def _no_second_derivative(ctx: Any, *grads: Tensor) -> None:
+def no_second_derivative(ctx: Any, *grads: Any) -> None:
     raise RuntimeError("attention has no second derivative; use backend='reference' to differentiate twice")
 
 
@@ -146,12 +185,18 @@ def _registered(kind: str, **options: Any) -> tuple[Any, Any]:
     forward.register_fake(_fake_forward)
     backward.register_fake(_fake_backward)
     forward.register_autograd(_differentiate, setup_context=_save)
-    backward.register_autograd(_no_second_derivative)
+    backward.register_autograd(no_second_derivative)
     return forward, backward
 
 
 OF_LISTS = _registered("block_sparse")
 OF_NAMES = _registered("pattern", tags=(torch.Tag.cudagraph_unsafe,))
+
+
+def attention_operators() -> list[Any]:
+    """The operators of attention's forward pass, for `create_selective_checkpoint_contexts` to keep what they gave."""
+    names = torch.ops.dilated_attention_pytorch
+    return [names.block_sparse_forward.default, names.pattern_forward.default, names.ring_forward.default]
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, layout: list[Tensor], sizes: list[int], names: str, *rest: Any) -> Any:
@@ -161,5 +206,5 @@ def forward(q: Tensor, k: Tensor, v: Tensor, layout: list[Tensor], sizes: list[i
 
 
 def backward(*args: Any) -> Any:
-    """dq, dk and dv, of the same and what the forward gave."""
+    """dq, dk, dv and the gradients of the bias that are wanted, of the same and what the forward gave."""
     return (OF_NAMES if args[9] else OF_LISTS)[1](*args)

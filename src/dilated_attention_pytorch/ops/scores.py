@@ -32,7 +32,8 @@ _CHUNK = 1 << 24
 
 class Scorer(Protocol):
     """`features` gives rows (batch, R, heads, F), scale included, and columns (batch, C, heads_kv, F), with R and C
-    multiples of the numbers of query blocks and key blocks. A row and a column know their own tokens and no others.
+    multiples of the numbers of query blocks and key blocks. A row and a column know their own tokens and no others, so
+    columns can be kept beside a cache of keys (`ops.cache_blocks`).
     """
 
     def features(self, queries: Blocked, keys: Blocked, scale: float) -> tuple[Tensor, Tensor]: ...
@@ -44,7 +45,7 @@ class Blocked:
 
     Attributes:
         tokens: (batch, blocks, block, heads, head_dim); 0 for what is not real.
-        real: bool (batch or 1, blocks, block): where there is a token that somebody may see.
+        real: bool (batch or 1, blocks, block): where there is a token that some query may see.
         whole: all of them are real, as the host knows without looking.
     """
 
@@ -94,8 +95,21 @@ class Blocked:
         return self.tokens.transpose(2, 3).flatten(3)
 
 
+class Apart(Value):
+    """A scorer whose rows come from the queries alone, and columns from the keys."""
+
+    def features(self, queries: Blocked, keys: Blocked, scale: float) -> tuple[Tensor, Tensor]:
+        return self.rows(queries, scale), self.columns(keys)
+
+    def rows(self, queries: Blocked, scale: float) -> Tensor:
+        raise NotImplementedError
+
+    def columns(self, keys: Blocked) -> Tensor:
+        raise NotImplementedError
+
+
 @dataclass(frozen=True)
-class MeanPooled(Value):
+class MeanPooled(Apart):
     """Mean queries times mean keys, of blocks (MoBA's rule) or of patches of `queries` × `keys` tokens in them."""
 
     queries: int | None = None
@@ -105,13 +119,15 @@ class MeanPooled(Value):
         _check_parts(self)
         super().__post_init__()
 
-    def features(self, queries: Blocked, keys: Blocked, scale: float) -> tuple[Tensor, Tensor]:
-        rows, columns = queries.parts(self.queries or queries.block), keys.parts(self.keys or keys.block)
-        return rows.mean() * scale, columns.mean()
+    def rows(self, queries: Blocked, scale: float) -> Tensor:
+        return queries.parts(self.queries or queries.block).mean() * scale
+
+    def columns(self, keys: Blocked) -> Tensor:
+        return keys.parts(self.keys or keys.block).mean()
 
 
 @dataclass(frozen=True)
-class MinMaxBound(Value):
+class MinMaxBound(Apart):
     """The largest score that a key in the box around a block's keys could have; or in boxes around `keys` of them."""
 
     queries: int | None = None
@@ -121,15 +137,17 @@ class MinMaxBound(Value):
         _check_parts(self)
         super().__post_init__()
 
-    def features(self, queries: Blocked, keys: Blocked, scale: float) -> tuple[Tensor, Tensor]:
+    def rows(self, queries: Blocked, scale: float) -> Tensor:
         mean = queries.parts(self.queries or queries.block).mean() * scale
+        return torch.cat((mean.clamp(min=0), mean.clamp(max=0)), dim=-1)
+
+    def columns(self, keys: Blocked) -> Tensor:
         keys = keys.parts(self.keys or keys.block)
-        rows = torch.cat((mean.clamp(min=0), mean.clamp(max=0)), dim=-1)
-        return rows, torch.cat((keys.extreme(1), keys.extreme(-1)), dim=-1)
+        return torch.cat((keys.extreme(1), keys.extreme(-1)), dim=-1)
 
 
 @dataclass(frozen=True)
-class Moments(Value):
+class Moments(Apart):
     """Mean and variance of a block's keys: log of the mean of exp(q·k) is q·mean + q²·variance / 2, to second order.
 
     Covariances between coordinates are left out. For blocks, or for patches of `queries` × `keys` tokens in them.
@@ -142,15 +160,19 @@ class Moments(Value):
         _check_parts(self)
         super().__post_init__()
 
-    def features(self, queries: Blocked, keys: Blocked, scale: float) -> tuple[Tensor, Tensor]:
+    def rows(self, queries: Blocked, scale: float) -> Tensor:
+        rows = queries.parts(self.queries or queries.block).mean() * scale
+        return torch.cat((rows, rows.square() / 2), dim=-1)
+
+    def columns(self, keys: Blocked) -> Tensor:
         keys = keys.parts(self.keys or keys.block)
-        rows, mean = queries.parts(self.queries or queries.block).mean() * scale, keys.mean()
+        mean = keys.mean()
         variance = replace(keys, tokens=(keys.tokens - mean[:, :, None]).square()).mean()
-        return torch.cat((rows, rows.square() / 2), dim=-1), torch.cat((mean, variance), dim=-1)
+        return torch.cat((mean, variance), dim=-1)
 
 
 @dataclass(frozen=True)
-class Antidiagonal(Value):
+class Antidiagonal(Apart):
     """The mean score of every `stride`-th antidiagonal: a `stride`-th of all pairs, with every query and every key."""
 
     stride: int = 8
@@ -159,14 +181,17 @@ class Antidiagonal(Value):
         check_int("stride", self.stride, least=1)
         super().__post_init__()
 
-    def features(self, queries: Blocked, keys: Blocked, scale: float) -> tuple[Tensor, Tensor]:
+    def rows(self, queries: Blocked, scale: float) -> Tensor:
         rows = queries.parts(self.stride)
         rows = replace(rows, tokens=rows.tokens.flip(2), real=rows.real.flip(2))
-        return rows.side_by_side() * (scale / self.stride), keys.parts(self.stride).side_by_side()
+        return rows.side_by_side() * (scale / self.stride)
+
+    def columns(self, keys: Blocked) -> Tensor:
+        return keys.parts(self.stride).side_by_side()
 
 
 @dataclass(frozen=True)
-class SampledRows(Value):
+class SampledRows(Apart):
     """Every `stride`-th query against every key: for those queries the masses are true."""
 
     stride: int = 8
@@ -175,11 +200,13 @@ class SampledRows(Value):
         check_int("stride", self.stride, least=1)
         super().__post_init__()
 
-    def features(self, queries: Blocked, keys: Blocked, scale: float) -> tuple[Tensor, Tensor]:
+    def rows(self, queries: Blocked, scale: float) -> Tensor:
         parts = queries.parts(self.stride)
         last = (parts.real.sum(2) - 1).clamp(min=0)  # queries are real up to the end of the sequence
-        rows = parts.tokens.take_along_dim(last[..., None, None, None], dim=2).squeeze(2)
-        return rows * scale, keys.tokens.flatten(1, 2)
+        return parts.tokens.take_along_dim(last[..., None, None, None], dim=2).squeeze(2) * scale
+
+    def columns(self, keys: Blocked) -> Tensor:
+        return keys.tokens.flatten(1, 2)
 
 
 def _check_parts(scorer: MeanPooled | MinMaxBound | Moments) -> None:
@@ -197,14 +224,18 @@ def estimated_masses(
     is_causal: bool,
     scale: float,
     hidden: Tensor | None = None,
+    padded: Tensor | None = None,
 ) -> Tensor:
     """float32 (float64 for float64) [batch, heads, query blocks, key blocks]: a query's share of attention for each
     key block, averaged over the rows of a query block. Differentiable. 0 where no query of the row may see a key.
 
     The memory is that of the result and a chunk.
+
+    Args:
+        hidden, padded: bool (batch, seq), keys and queries that do not count.
     """
     seq_q, seq_k, heads = q.shape[1], k.shape[1], q.shape[2]
-    queries, keys = Blocked.of(q, blocks[0]), Blocked.of(k, blocks[1], hidden)
+    queries, keys = Blocked.of(q, blocks[0], padded), Blocked.of(k, blocks[1], hidden)
     num_q, num_k = (x.real.shape[1] for x in (queries, keys))
     rows, columns = scorer.features(queries, keys, scale)
     _check_features(rows, columns, q, k, (num_q, num_k), blocks)
@@ -214,16 +245,16 @@ def estimated_masses(
     rows = rows.to(q.dtype).permute(0, 2, 1, 3)  # [batch, heads, R, F]
     columns = columns.to(q.dtype).permute(0, 2, 3, 1)  # [batch, heads_kv, F, C]
     in_column = keys.parts(width).real.sum(2)  # keys that a column stands for, [batch or 1, C]
-    in_row = queries.parts(step).real.sum(2)[0]
-    place = (torch.arange(len(in_row), device=q.device) * step + in_row).clamp(max=seq_q) + (seq_k - seq_q)
-    share = in_row.to(compute_dtype(q.dtype)).unflatten(0, (num_q, -1))
-    share = share / share.sum(1, keepdim=True)
+    in_row = queries.parts(step).real.sum(2)  # queries that a row stands for, [batch or 1, R]
+    place = (torch.arange(in_row.shape[1], device=q.device) * step + in_row).clamp(max=seq_q) + (seq_k - seq_q)
+    share = in_row.to(compute_dtype(q.dtype)).unflatten(1, (num_q, -1))
+    share = share / share.sum(2, keepdim=True).clamp(min=1)
     masses = []
     at_once = max(1, _CHUNK // (q.shape[0] * heads * columns.shape[-1] * rows_a_block))
     for start in range(0, num_q, at_once):
         stop = min(start + at_once, num_q)
         run = slice(start * rows_a_block, stop * rows_a_block)
-        # Behind the last query of the run nobody sees anything.
+        # After the last query of the run there is nothing to see.
         seen = num_k
         if is_causal:
             seen = min(num_k, max(1, ceil_div(min(stop * blocks[0], seq_q) + seq_k - seq_q, blocks[1])))
@@ -234,14 +265,14 @@ def estimated_masses(
         count = in_column[:, None, some]
         if is_causal:
             first = torch.arange(seen * columns_a_block, device=q.device) * width
-            count = torch.minimum(count, (place[run, None] - first).clamp(min=0))
+            count = torch.minimum(count, (place[:, run, None] - first).clamp(min=0))
         hidden_here = (count == 0)[:, None]
         scores = scores + count.clamp(min=1).to(scores.dtype).log()[:, None]
         # The lowest number and not −inf: a row that sees nothing has no NaN, in its gradient neither.
         weights = scores.masked_fill(hidden_here, torch.finfo(scores.dtype).min).softmax(-1)
         weights = weights.masked_fill(hidden_here, 0.0)
         weights = weights.unflatten(3, (seen, columns_a_block)).sum(-1).unflatten(2, (stop - start, rows_a_block))
-        weights = (weights * share[start:stop, :, None]).sum(3)
+        weights = (weights * share[:, None, start:stop, :, None]).sum(3)
         masses.append(torch.nn.functional.pad(weights, (0, num_k - seen)))
     return torch.cat(masses, dim=2)
 

@@ -6,9 +6,9 @@
 One path: estimated masses (`ops.scores`) → a selector keeps some → a layout with a fixed number of places, however many
 were kept. Of all blocks only the masses are ever stored.
 
-On a CUDA device `kernels.select` computes the same in a few launches: the masses of `MeanPooled`, and the lists of
-`TopK` and `SharedBudget`. What is written here defines them, and does everything else: other scorers and selectors, key
-padding and documents, float64, `torch.compile`.
+On a CUDA device `kernels.select_masses` and `kernels.select_lists` compute the same in a few launches: the masses of
+`MeanPooled`, and the lists of `TopK` and `SharedBudget`. What is written here defines them, and does everything else:
+other scorers and selectors, key padding and documents, float64, `torch.compile`.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from types import MappingProxyType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..backends.base import Request, aligned_queries
+from ..backends.base import Request
 from ..backends.triton import can_run
+from ..caches import cached
 from ..layout import BlockLayout, BlockList
-from ..layout.build import Span
 from ..layout.checks import block_pair
 from ..layout.eager import is_plain_eager, plain_cache
 from ..layout.lists import HOST
-from ..patterns.base import check_flag, check_int, shown, value_of
+from ..patterns.base import check_flag, check_int, did_you_mean, shown, value_of
 from ..patterns.blocks import ceil_div
 from ..patterns.tokens import EVERYTHING, Interval
 from .checks import check_masks, check_qkv, check_scale
+from .grids import extra_places, grid_of, listed, masked_grid, own_blocks
 from .named import Opened
 from .scores import Antidiagonal, Blocked, MeanPooled, MinMaxBound, Moments, SampledRows, Scorer, estimated_masses
 from .selectors import CumulativeMass, Grid, RelativeThreshold, Selector, SharedBudget, TopK
@@ -50,50 +50,8 @@ SCORERS: Mapping[str, Scorer] = MappingProxyType(
     }
 )
 
+BY_NAME = (MeanPooled, MinMaxBound, Moments, Antidiagonal, SampledRows)  # scorers that their text tells
 OURS = (SharedBudget, TopK, CumulativeMass, RelativeThreshold)
-
-
-@plain_cache(64)
-def grid_of(
-    lengths: tuple[int, int], blocks: tuple[int, int], is_causal: bool, sink: int, local: int, device: torch.device
-) -> Grid:
-    """Made on the host, once for these lengths: its counts are ints, and a device need not be waited for."""
-    (seq_q, seq_k), (block_q, block_k) = lengths, blocks
-    interval = Interval(right=0) if is_causal else EVERYTHING
-    span = Span.of(interval, torch.arange(seq_k - seq_q, seq_k, block_q, device=HOST), seq_k, blocks)
-    column = torch.arange(-(-seq_k // block_k), device=HOST)
-    visible = (column >= span.first[:, None]) & (column < span.stop[:, None])
-    head = torch.arange(0, seq_q, block_q, device=HOST)
-    tail = (head + block_q).clamp(max=seq_q) - 1
-    near = (head + (seq_k - seq_q) - local) // block_k, (tail + (seq_k - seq_q) + local) // block_k
-    forced = (column * block_k < sink) | ((column >= near[0][:, None]) & (column <= near[1][:, None]))
-    forced = forced & visible
-    return Grid(
-        visible.to(device),
-        forced.to(device),
-        visible.sum(1, dtype=torch.int32).to(device),
-        (span.stop_full - 1).clamp(min=-1, max=len(column) - 1).to(device),
-        tuple(visible.sum(1).tolist()),
-        tuple(forced.sum(1).tolist()),
-    )
-
-
-def _masked(
-    grid: Grid, lengths: tuple[int, int], blocks: tuple[int, int], hidden: Tensor | None, ids: Tensor | None
-) -> Grid:
-    """The grid without blocks that nobody can see because of padding or documents."""
-    visible = grid.visible
-    if hidden is not None:
-        seen = Blocked.of(hidden[:, :, None, None], blocks[1], hidden).real.any(2)
-        visible = visible & seen[:, None, None]
-    if ids is not None:
-        # Apart, if all ids of the one are below all ids of the other: exact where ids ascend, as in packed sequences.
-        each = zip((aligned_queries(ids, lengths[0]), ids), blocks, strict=True)
-        queries, keys = (Blocked.of(x[:, :, None, None].double(), block) for x, block in each)
-        low, high = ([x.extreme(sign)[..., 0, 0] for x in (queries, keys)] for sign in (-1, 1))
-        apart = (low[0][:, :, None] > high[1][:, None]) | (high[0][:, :, None] < low[1][:, None])
-        visible = visible & ~apart[:, None]
-    return replace(grid, visible=visible)
 
 
 def block_masses(
@@ -133,6 +91,8 @@ def select_blocks(
     scale: float | None = None,
     key_padding_mask: Tensor | None = None,
     document_ids: Tensor | None = None,
+    lengths: Tensor | None = None,
+    dense_below: int = 0,
 ) -> BlockLayout:
     """A layout for each sample and head: the blocks that `selector` keeps of what `scorer` estimates.
 
@@ -150,8 +110,14 @@ def select_blocks(
         per_kv_head: one choice for all query heads that share a key head, from their mean masses.
         scale, key_padding_mask, document_ids: as in the attention that follows. Blocks that masks hide are not kept;
             budgets do not count masks.
+        lengths: int32 or int64 [batch], the tokens of each sample, where rows are padded at their ends (q and k of the
+            same tokens). What is behind counts for nothing, budgets of `TopK` included: a sample chooses what it
+            would choose alone. Give the padding to the attention as well.
+        dense_below: samples of at most so many tokens keep all their blocks.
     """
     _check(q, k, is_causal, key_padding_mask, document_ids)
+    _check_own_lengths(q, k, lengths, selector)
+    check_int("dense_below", dense_below, least=0)
     blocks, scorer, scale = block_pair(block_size), scorer_of(scorer), check_scale(scale, q.shape[3])
     check_int("sink", sink, least=0)
     check_int("local", local, least=0)
@@ -159,10 +125,13 @@ def select_blocks(
     chosen_by: Any
     chosen_by, opening = selector if isinstance(selector, Opened) else (selector, None)
     check_selector(chosen_by)
-    how = _How(*blocks, is_causal, sink, local, per_kv_head, scale)
+    how = _How(*blocks, is_causal, sink, local, per_kv_head, scale, dense_below)
+    if lengths is None and max(q.shape[1], k.shape[1]) <= dense_below:
+        chosen_by, opening = SharedBudget(1.0), None
     traced = not is_plain_eager(q, k) and type(chosen_by) in OURS  # another is traced itself, for these lengths alone
     choose = _choose_by_operator if traced else _choose
-    by_query, rule, work = choose(q, k, scorer, chosen_by, opening, how, key_padding_mask, document_ids)
+    masks = key_padding_mask, document_ids, lengths
+    by_query, rule, work = choose(q, k, scorer, chosen_by, opening, how, *masks)
     layout = BlockLayout(
         seq_q=q.shape[1],
         seq_k=k.shape[1],
@@ -174,6 +143,7 @@ def select_blocks(
         rules=rule,
         documents=rule.new_empty(2, 0),
         branches=rule.new_empty(0, 0, 3),
+        bitmaps=rule.new_empty(0, 0, 0, dtype=torch.int16),
         checked=True,
     )
     if work is not None:
@@ -191,6 +161,7 @@ class _How(NamedTuple):
     local: int
     per_kv_head: bool
     scale: float
+    dense_below: int
 
 
 def _choose(
@@ -202,33 +173,46 @@ def _choose(
     how: _How,
     key_padding_mask: Tensor | None,
     document_ids: Tensor | None,
+    own_lengths: Tensor | None,
 ) -> tuple[BlockList, Tensor, Tensor | None]:
     """The lists, the rule of all partial blocks, and the order of work if it came along."""
     if opening is not None:
         selector = selector.opened(opening.item())
     blocks, is_causal, scale = (how.block_q, how.block_k), how.is_causal, how.scale
     lengths = operator.index(q.shape[1]), operator.index(k.shape[1])
+    padded = None
+    if own_lengths is not None:
+        padded = torch.arange(lengths[1], device=q.device) >= own_lengths[:, None]
+        key_padding_mask = padded if key_padding_mask is None else padded | key_padding_mask
     masked = key_padding_mask is not None or document_ids is not None
     kernels = None if masked else _kernels(q)
     patch = _patch_of(scorer, blocks)
-    if kernels and patch and kernels.can_pool(q.shape[3], q.dtype, blocks, patch):
-        masses = kernels.masses(q, k, blocks, patch, is_causal=is_causal, scale=scale)
+    if kernels and patch and kernels.masses.can_pool(q.shape[3], q.dtype, blocks, patch):
+        masses = kernels.masses.pooled_masses(q, k, blocks, patch, is_causal=is_causal, scale=scale)
     else:
-        masses = estimated_masses(q, k, scorer, blocks, is_causal=is_causal, scale=scale, hidden=key_padding_mask)
+        hidden = {"hidden": key_padding_mask, "padded": padded}
+        masses = estimated_masses(q, k, scorer, blocks, is_causal=is_causal, scale=scale, **hidden)
     if how.per_kv_head:
         masses = masses.unflatten(1, (k.shape[2], -1)).mean(2)
     grid = grid_of(lengths, blocks, is_causal, how.sink, how.local, q.device)
     if masked:
-        grid = _masked(grid, lengths, blocks, key_padding_mask, document_ids)
+        grid = masked_grid(grid, lengths, blocks, key_padding_mask, document_ids)
         masses = masses.masked_fill(~grid.visible, 0.0)
         masses = masses / masses.sum(-1, keepdim=True).clamp(min=torch.finfo(masses.dtype).tiny)
+    if own_lengths is not None:
+        grid = replace(grid, own=own_blocks(grid, blocks, own_lengths))
     rule = _rule(is_causal, q.device)
     if kernels and (type(selector) is TopK or type(selector) is SharedBudget):
         team = _team(selector, grid, masses.shape[1])
-        by_query, work = kernels.lists(masses, *team)
+        by_query, work = kernels.lists.heaviest_blocks(masses, *team)
         return by_query, rule, work
     keep = selector.keep(masses, grid) & grid.visible
-    return _listed(keep, grid.last_full, q.shape[0] * _places(selector, grid, masses.shape[1])), rule, None
+    places = _places(selector, grid, masses.shape[1])
+    if own_lengths is not None and how.dense_below:
+        dense = (grid.own > 0) & (own_lengths <= how.dense_below)[:, None]  # type: ignore[operator]
+        keep = keep | (dense[:, None, :, None] & grid.visible)
+        places += extra_places(grid, blocks, how.dense_below, masses.shape[1], places)
+    return listed(keep, grid.last_full, q.shape[0] * places), rule, None
 
 
 def _choose_by_operator(
@@ -240,17 +224,22 @@ def _choose_by_operator(
     how: _How,
     key_padding_mask: Tensor | None,
     document_ids: Tensor | None,
+    own_lengths: Tensor | None,
 ) -> tuple[BlockList, Tensor, Tensor | None]:
     """The same under a trace, a mode or a transform: an operator, for lengths that may be symbolic."""
     features: list[Tensor] = []
     name = ""
-    if type(scorer) in (type(each) for each in SCORERS.values()):
+    if type(scorer) in BY_NAME:
         name = scorer.text  # type: ignore[attr-defined]
     else:
-        blocked = Blocked.of(q, how.block_q), Blocked.of(k, how.block_k, key_padding_mask)
+        padded = None if own_lengths is None else torch.arange(k.shape[1], device=k.device) >= own_lengths[:, None]
+        hidden = key_padding_mask if padded is None or key_padding_mask is None else padded | key_padding_mask
+        hidden = padded if hidden is None else hidden
+        blocked = Blocked.of(q, how.block_q, padded), Blocked.of(k, how.block_k, hidden)
         features = list(scorer.features(*blocked, how.scale))
     given = features, name, selector.text, opening  # type: ignore[attr-defined]
-    offsets, splits, indices, rule, *work = _choice(q, k, *given, *how, key_padding_mask, document_ids)
+    masks = key_padding_mask, document_ids, own_lengths
+    offsets, splits, indices, rule, *work = _choice(q, k, *given, *how, *masks)
     return BlockList(offsets, splits, indices, offsets.new_empty(0)), rule, work[0] if work else None
 
 
@@ -282,12 +271,14 @@ def _choice(
     local: int,
     per_kv_head: bool,
     scale: float,
+    dense_below: int,
     key_padding_mask: Tensor | None,
     document_ids: Tensor | None,
+    own_lengths: Tensor | None,
 ) -> list[Tensor]:
-    how = _How(block_q, block_k, is_causal, sink, local, per_kv_head, scale)
+    how = _How(block_q, block_k, is_causal, sink, local, per_kv_head, scale, dense_below)
     asked = _Featured(*features) if features else value_of(scorer)
-    masks = key_padding_mask, document_ids
+    masks = key_padding_mask, document_ids, own_lengths
     lists, rule, work = _choose(q, k, asked, value_of(selector), opening, how, *masks)
     results = [lists.offsets, lists.splits, lists.indices, rule.clone()]
     if not q.is_cuda:
@@ -296,13 +287,18 @@ def _choice(
 
 
 @_choice.register_fake
-def _(q, k, features, scorer, selector, opening, block_q, block_k, is_causal, sink, local, per_kv_head, scale, *masks):  # type: ignore[no-untyped-def]
+def _(q, k, features, scorer, selector, opening, *how_and_masks):  # type: ignore[no-untyped-def]
+    how, own_lengths = _How(*how_and_masks[: len(_How._fields)]), how_and_masks[-1]
     (batch, seq_q, heads, _), seq_k = q.shape, k.shape[1]
-    lists = k.shape[2] if per_kv_head else heads
-    rows = batch * lists * ceil_div(seq_q, block_q)
+    lists = k.shape[2] if how.per_kv_head else heads
+    rows = batch * lists * ceil_div(seq_q, how.block_q)
     if opening is None and all(isinstance(n, int) for n in (batch, lists, seq_q, seq_k)):
-        grid = grid_of((seq_q, seq_k), (block_q, block_k), is_causal, sink, local, HOST)
-        places = batch * _places(value_of(selector), grid, lists)
+        blocks = how.block_q, how.block_k
+        grid = grid_of((seq_q, seq_k), blocks, how.is_causal, how.sink, how.local, HOST)
+        places: Any = _places(value_of(selector), grid, lists)
+        if own_lengths is not None and how.dense_below:
+            places += extra_places(grid, blocks, how.dense_below, lists, places)
+        places *= batch
     else:
         places = torch.library.get_ctx().new_dynamic_size()
     shapes = [(rows + 1,), (rows,), (places,), (1, 1, len(EVERYTHING)), *([(rows, 4)] if q.is_cuda else [])]
@@ -314,16 +310,23 @@ def _places(selector: Selector, grid: Grid, lists: int) -> int:
     return min(selector.max_blocks(grid, lists), sum(grid.num_visible) * lists)
 
 
-def _kernels(q: Tensor) -> ModuleType | None:
-    """`kernels.select`, where a CUDA device and dtype have it; who traces or transforms sees the operators instead."""
+class _Kernels(NamedTuple):
+    """`kernels.select_masses` and `kernels.select_lists`."""
+
+    masses: ModuleType
+    lists: ModuleType
+
+
+def _kernels(q: Tensor) -> _Kernels | None:
+    """Those for a CUDA device and dtype that has them; calls that are traced or transformed use the operators."""
     if not is_plain_eager(q) or not _has_kernels(q.device, q.dtype, q.shape[3]):
         return None
-    from ..kernels import select  # loads triton
+    from ..kernels import select_lists, select_masses  # loads triton
 
-    return select
+    return _Kernels(select_masses, select_lists)
 
 
-@lru_cache
+@cached(128, "whether a device has kernels for selecting blocks")
 def _has_kernels(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     return can_run(Request(device=device, dtype=dtype, head_dim=head_dim))[0]
 
@@ -334,7 +337,7 @@ def _patch_of(scorer: Scorer, blocks: tuple[int, int]) -> tuple[int, int] | None
 
 
 class _Team(NamedTuple):
-    """Who shares a budget, and all else that `kernels.select.lists` wants to know."""
+    """Who shares a budget, and what else `kernels.select_lists.heaviest_blocks` needs."""
 
     forced: Tensor
     ends: Tensor
@@ -345,7 +348,7 @@ class _Team(NamedTuple):
     notes: dict[Any, Any]
 
 
-@plain_cache(64)
+@plain_cache(64, "what the kernels of a selection need besides the masses")
 def _team(selector: TopK | SharedBudget, grid: Grid, lists: int) -> _Team:
     """Of a grid without masks, which is remembered itself."""
     places = _places(selector, grid, lists)
@@ -356,35 +359,21 @@ def _team(selector: TopK | SharedBudget, grid: Grid, lists: int) -> _Team:
     return _Team(grid.forced.view(torch.uint8), grid.ends, grid.last_full, name, limits, places, {})
 
 
-def _listed(keep: Tensor, last_full: Tensor, places: int) -> BlockList:
-    """The kept blocks as lists with so many places. Blocks ascend, and behind the last full one all are partial."""
-    num_k = keep.shape[-1]
-    count = keep.flatten().cumsum(0, dtype=torch.int32)
-    ends = count.view(-1, num_k)
-    offsets = torch.nn.functional.pad(ends[:, -1], (1, 0))
-    up_to = last_full.expand(*keep.shape[:-1]).reshape(-1, 1)
-    splits = torch.where(up_to[:, 0] < 0, offsets[:-1], ends.gather(1, up_to.clamp(min=0))[:, 0])
-    # The p-th kept block stands where the count reaches p.
-    wanted = torch.arange(1, places + 1, dtype=torch.int32, device=keep.device)
-    small: Any = {"out_int32": True} if len(count) < 2**31 else {}  # a symbolic bool is no argument
-    indices = torch.searchsorted(count, wanted, **small) % num_k
-    return BlockList(offsets, splits, indices.int(), offsets.new_empty(0))
-
-
-@plain_cache(64)
+@plain_cache(64, "the token rule of selected blocks, on a device")
 def _rule(is_causal: bool, device: torch.device) -> Tensor:
     """Of all partial blocks."""
     return torch.tensor([[Interval(right=0) if is_causal else EVERYTHING]], dtype=torch.int32, device=device)
 
 
-def scorer_of(scorer: str | Scorer) -> Scorer:
+def scorer_of(scorer: str | Scorer, name: str = "scorer") -> Scorer:
     if isinstance(scorer, str):
         if scorer not in SCORERS:
-            raise ValueError(f"scorer must be one of {sorted(SCORERS)} or a Scorer, got {scorer!r}")
+            meant = did_you_mean(scorer, SCORERS)
+            raise ValueError(f"{name} must be one of {sorted(SCORERS)} or a Scorer, got {scorer!r}{meant}")
         return SCORERS[scorer]
     if isinstance(scorer, type) or not callable(getattr(scorer, "features", None)):
         raise TypeError(
-            f"scorer must be one of {sorted(SCORERS)} or an object with features(queries, keys, scale), such as "
+            f"{name} must be one of {sorted(SCORERS)} or an object with features(queries, keys, scale), such as "
             f"MeanPooled(), got {shown(scorer)}"
         )
     return scorer
@@ -401,3 +390,21 @@ def _check(q: Tensor, k: Tensor, is_causal: bool, key_padding_mask: Tensor | Non
     check_qkv(q, k, k)
     check_flag("is_causal", is_causal)
     check_masks(q, k, key_padding_mask, document_ids)
+
+
+def _check_own_lengths(q: Tensor, k: Tensor, lengths: Tensor | None, selector: Any) -> None:
+    if lengths is None:
+        return
+    if not isinstance(lengths, Tensor):
+        raise TypeError(f"lengths must be a tensor or None, got {type(lengths).__name__}")
+    if lengths.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"lengths must be int32 or int64, got {lengths.dtype}")
+    if lengths.shape != (len(q),):
+        raise ValueError(f"lengths must be one for each of {len(q)} samples, got shape {list(lengths.shape)}")
+    if lengths.device != q.device:
+        raise ValueError(f"lengths must be on the device of q, {q.device}, got {lengths.device}")
+    if q.shape[1] != k.shape[1]:
+        raise ValueError(f"lengths are of q and k of the same tokens, got {q.shape[1]} and {k.shape[1]}")
+    by = selector.what if isinstance(selector, Opened) else selector
+    if type(by) in OURS and type(by) is not TopK:
+        raise ValueError(f"lengths need a selector whose rows have budgets of their own, TopK, got {by}")

@@ -26,6 +26,8 @@ class Grid:
         last_full: [query blocks], the last key block whose pairs are all visible; −1 for none.
         num_visible, num_forced: how many there are in each row, masks aside: budgets are counted on these, so that
             the host knows them.
+        own: int64 [batch, query blocks], key blocks that each row of a sample sees, where samples may be shorter than
+            the call; 0 behind their ends. Budgets are then counted on these.
     """
 
     visible: Tensor
@@ -34,6 +36,7 @@ class Grid:
     last_full: Tensor
     num_visible: tuple[int, ...]
     num_forced: tuple[int, ...]
+    own: Tensor | None = None
 
     def priority(self, masses: Tensor) -> Tensor:
         """The masses with forced blocks before and invisible ones behind all others."""
@@ -113,12 +116,32 @@ class TopK(Value):
             counts.append(max(round(wanted * lists), forced * lists, min(visible, 1)))
         return counts
 
+    def limits(self, visible: Tensor, forced: Tensor, lists: int, level: Tensor | None = None) -> Tensor:
+        """`counts` on the device, of rows that see and must keep so many blocks: int64, like `visible` [..., rows].
+
+        Args:
+            level: what `even` gives a row, [...]; by default that of these rows, whose blocks must not become fewer
+                up to the first row that sees none.
+        """
+        wanted = visible.double()
+        if not self.even:
+            wanted = self.share * wanted
+        else:
+            wanted = wanted.minimum((even_level(visible, self.share) if level is None else level)[..., None])
+        lists = lists if self.across_heads else 1
+        return (wanted * lists).round().long().maximum(forced * lists).maximum(visible.clamp(max=1))
+
     def max_blocks(self, grid: Grid, lists: int) -> int:
         return sum(self.counts(grid, lists)) * (1 if self.across_heads else lists)
 
     def keep(self, masses: Tensor, grid: Grid) -> Tensor:
         counts = self.counts(grid, masses.shape[1])
         limits = _on_device(tuple(counts), masses.device)
+        if grid.own is not None:
+            column = torch.arange(masses.shape[-1], device=masses.device)
+            forced = (grid.forced & (column < grid.own[..., None])).sum(-1)
+            limits = torch.minimum(limits, self.limits(grid.own, forced, masses.shape[1]))
+            limits = limits if self.across_heads else limits[:, None]
         priority = grid.priority(masses)
         if not self.across_heads:
             return _first(priority, max(counts), limits)
@@ -196,19 +219,31 @@ def _first(priority: Tensor, most: int, limits: Tensor | None = None) -> Tensor:
     if limits is None:
         return keep.scatter_(-1, chosen, True)
     rank = torch.arange(chosen.shape[-1], device=priority.device)
-    return keep.scatter_(-1, chosen, (rank < limits[:, None]).expand_as(chosen))
+    return keep.scatter_(-1, chosen, (rank < limits[..., None]).expand_as(chosen))
 
 
 def _level(sizes: tuple[int, ...], total: float) -> float:
     """The level with Σ min(level, size) = total."""
-    left = len(sizes)
+    before, left = 0, len(sizes)
     for size in sorted(sizes):
-        if size * left >= total:
-            return total / left
-        total, left = total - size, left - 1
+        if size * left >= total - before:
+            return (total - before) / left
+        before, left = before + size, left - 1
     return float(max(sizes))
 
 
-@plain_cache(64)
+def even_level(sizes: Tensor, share: float) -> Tensor:
+    """`_level` of each row of ascending sizes with zeros behind them, in the same steps: float64 [...]; the total is a
+    share of their sum."""
+    before = sizes.cumsum(-1) - sizes
+    total = (share * sizes.sum(-1, dtype=torch.float64))[..., None]
+    left = (sizes > 0).sum(-1, keepdim=True) - torch.arange(sizes.shape[-1], device=sizes.device)
+    found = (left > 0) & (sizes * left >= total - before)
+    at = found.int().argmax(-1, keepdim=True)
+    level = ((total - before) / left.clamp(min=1)).gather(-1, at).squeeze(-1)
+    return torch.where(found.any(-1), level, sizes.amax(-1).double())
+
+
+@plain_cache(64, "budgets of rows, on their device")
 def _on_device(counts: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(counts, device=device)

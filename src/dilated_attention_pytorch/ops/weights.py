@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from ..backends.base import aligned_queries, compute_dtype
+from ..backends.bias import bias_of_pairs
 from ..layout import BlockLayout
 from ..options import CallOptions
 
 
 class BlockSparseWeights(Mapping[str, Any]):
-    """The weights as a mapping, as the seeds write it.
+    """The weights as a mapping, with the keys of the design documents.
 
     Keys:
         block_indices: list of (query block, key block), every block that is active for some sample or head.
@@ -90,10 +91,10 @@ def attention_weights(
     query = rows[:, None] * layout.block_q + torch.arange(layout.block_q, device=q.device)
     if options.softcap:
         scores = options.softcap * torch.tanh(scores / options.softcap)
-    if options.alibi_slopes is not None:
+    if options.bias is not None:
         key = columns[:, None] * layout.block_k + torch.arange(layout.block_k, device=q.device)
-        distance = (query[:, :, None] + (layout.seq_k - seq_q) - key[:, None]).abs()
-        scores = scores - options.alibi_slopes[:, None, None] * distance[:, None, None]
+        bias = bias_of_pairs(options.bias, query[:, :, None], key[:, None], seq_q, layout.seq_k)
+        scores = scores + bias.permute(2, 0, 1, 3, 4)
     empty = totals == -torch.inf
     cells = layout.cells()
     times = torch.zeros(len(rows), layout.num_lists, *layout.blocks, dtype=cells.dtype, device=q.device)

@@ -8,29 +8,44 @@ Positions: keys are numbered 0 … seq_k − 1. The last query is aligned with t
 position `i + seq_k − seq_q`; for equal lengths that is `i`.
 """
 
+from . import presets
 from .base import And, Or, Pattern, PerHead
 from .blocks import Blocks, DilatedBlocks, GlobalBlocks, LocalBlocks, RandomBlocks, hierarchical
 from .branches import Branches
 from .config import HIERARCHICAL_PRESETS, SparsePatternConfig
-from .tokens import Causal, Documents, Full, GlobalTokens, SlidingWindow
+from .ranges import BlockDiffusion, Chunks, Documents, DocumentSinks, KeyRanges, PrefixLM, RangePattern, VerticalSlash
+from .space import GridPattern, Neighborhood, SlidingTiles
+from .tokens import Causal, Full, GlobalTokens, SlidingWindow, StrictlyCausal
 
 __all__ = [
     "HIERARCHICAL_PRESETS",
     "And",
+    "BlockDiffusion",
     "Blocks",
     "Branches",
     "Causal",
+    "Chunks",
     "DilatedBlocks",
+    "DocumentSinks",
     "Documents",
     "Full",
     "GlobalBlocks",
     "GlobalTokens",
+    "GridPattern",
+    "KeyRanges",
     "LocalBlocks",
+    "Neighborhood",
     "Or",
     "Pattern",
     "PerHead",
+    "PrefixLM",
     "RandomBlocks",
+    "RangePattern",
+    "SlidingTiles",
     "SlidingWindow",
     "SparsePatternConfig",
+    "StrictlyCausal",
+    "VerticalSlash",
     "hierarchical",
+    "presets",
 ]

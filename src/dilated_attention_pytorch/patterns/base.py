@@ -5,10 +5,12 @@ from __future__ import annotations
 import abc
 import ast
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from difflib import get_close_matches
 from typing import Any, ClassVar, NoReturn, TypeVar
+
+from ..caches import cached
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -45,7 +47,7 @@ def _text_of(field: object) -> str:
     return repr(field)
 
 
-@lru_cache(maxsize=64)
+@cached(64, "patterns, scorers and selectors, by their text")
 def value_of(text: str) -> Any:
     """The value with this text, of a class of this library."""
     return _read(ast.parse(text, mode="eval").body)
@@ -170,6 +172,12 @@ class PerHead(Pattern):
 
 # Larger integers than any count of tokens; sums and products of positions stay inside 64 bits.
 LARGEST = 2**40
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The end of an error about a name that is not known, if it resembles one that is."""
+    similar = get_close_matches(name, list(known), n=1)
+    return f"; did you mean {similar[0]!r}?" if similar else ""
 
 
 def shown(value: object) -> str:

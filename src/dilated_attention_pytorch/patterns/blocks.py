@@ -48,6 +48,14 @@ class BlockPattern(Pattern):
     def block_sizes(self) -> frozenset[int]:
         return frozenset((self.block_size,))
 
+    @property
+    def depends_on_length(self) -> bool:
+        """Whether a row chooses other key blocks when keys are added behind all that it sees.
+
+        One that does is no rule for sequences that grow: what its first tokens see is never settled.
+        """
+        return True
+
     def shift(self, seq_q: int, seq_k: int) -> int:
         """The place of query block 0 among the key blocks; the ends of both sequences are aligned, in whole blocks.
 
@@ -81,6 +89,10 @@ class LocalBlocks(BlockPattern):
         super().__post_init__()
 
     @property
+    def depends_on_length(self) -> bool:
+        return False
+
+    @property
     def reach(self) -> tuple[int, int]:
         """How many strides back and forth."""
         span = self.block_size if self.causal else 2 * self.block_size
@@ -110,6 +122,10 @@ class GlobalBlocks(BlockPattern):
         check_block_size("block_size", self.block_size)
         super().__post_init__()
 
+    @property
+    def depends_on_length(self) -> bool:
+        return False
+
     def key_blocks(self, row: int, num_blocks: int) -> Iterable[int]:
         return range(min(num_blocks, ceil_div(self.tokens, self.block_size)))
 
@@ -137,6 +153,10 @@ class DilatedBlocks(BlockPattern):
         check_block_size("block_size", self.block_size)
         check_flag("causal", self.causal)
         super().__post_init__()
+
+    @property
+    def depends_on_length(self) -> bool:
+        return self.sparsity_ratio < 1
 
     def budget(self, num_blocks: int) -> int:
         return max(1, round(self.sparsity_ratio * num_blocks))
@@ -191,6 +211,10 @@ class Blocks(BlockPattern):
         object.__setattr__(self, "pairs", tuple(sorted({(i, j) for i, j in self.pairs})))
         check_block_size("block_size", self.block_size)
         super().__post_init__()
+
+    @property
+    def depends_on_length(self) -> bool:
+        return False
 
     def shift(self, seq_q: int, seq_k: int) -> int:
         """The list is taken as it is, whatever the lengths."""

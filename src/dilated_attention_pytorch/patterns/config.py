@@ -1,4 +1,4 @@
-"""`SparsePatternConfig`: the seeds' way to name a pattern."""
+"""`SparsePatternConfig`: how the design documents name a pattern."""
 
 from __future__ import annotations
 
@@ -91,11 +91,17 @@ class SparsePatternConfig:
     def __repr__(self) -> str:
         names = "pattern_type", *_FIELDS[self.pattern_type], "block_size"
         notes = [", ".join(f"{name}={getattr(self, name)!r}" for name in names)]
-        if "sparsity_ratio" in names:
-            notes.append(f"keeps {100 * (self.sparsity_ratio or 0):g}% of the blocks")
+        notes += [self.kept] if self.kept else []
         if self.unused:
             notes.append(as_unused(self.unused))
         return f"SparsePatternConfig({'; '.join(notes)})"
+
+    @property
+    def kept(self) -> str:
+        """What `sparsity_ratio` means, in words; nothing of a type that does not read it."""
+        if "sparsity_ratio" not in _FIELDS[self.pattern_type]:
+            return ""
+        return f"keeps {100 * (self.sparsity_ratio or 0):g}% of the blocks"
 
     @property
     def uses_segments(self) -> bool:

@@ -12,11 +12,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
-from .base import And, Or, Pattern, PerHead
+from .base import And, Or, Pattern, PerHead, did_you_mean
 from .blocks import RandomBlocks
 from .branches import Branches
 from .config import DEFAULT_DILATION_RATES, DEFAULT_SEGMENT_LENGTHS, HIERARCHICAL_PRESETS, SparsePatternConfig
-from .tokens import Causal, Documents, Full, GlobalTokens, SlidingWindow
+from .ranges import BlockDiffusion, Chunks, Documents, DocumentSinks, KeyRanges, PrefixLM, VerticalSlash
+from .space import Neighborhood, SlidingTiles
+from .tokens import Causal, Full, GlobalTokens, SlidingWindow, StrictlyCausal
 
 LONGEST_TEXT, MOST_PARENTHESES = 4096, 64
 
@@ -39,6 +41,26 @@ def _queries(text: str) -> bool:
     return {"keys": False, "queries": True}[text]
 
 
+def _sizes(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split("x"))
+
+
+def _order(text: str) -> tuple[int, ...] | None:
+    return None if text == "rows" else _sizes(text)
+
+
+def _dimensions(text: str) -> tuple[int, ...]:
+    return () if text == "none" else tuple(int(part) for part in text.split(","))
+
+
+def _neighborhood(values: Sequence[Any], block_size: int, is_causal: bool) -> Pattern:
+    shape, window, dilation, dimensions, *rest = values
+    if any(not 0 <= number < len(shape) for number in dimensions):
+        raise ValueError(f"causal must name dimensions from 0 to {len(shape) - 1}, got {_text(dimensions)}")
+    causal = tuple(number in dimensions for number in range(len(shape)))
+    return Neighborhood(shape, window, dilation, causal, *rest)
+
+
 # What an argument is, for errors.
 _KINDS: dict[Callable[[str], Any], str] = {
     _int: "an integer",
@@ -46,6 +68,9 @@ _KINDS: dict[Callable[[str], Any], str] = {
     _ints: "integers with commas between them",
     _levels: f"one of {', '.join(HIERARCHICAL_PRESETS)}, or STRIDExWINDOW pairs with commas between them",
     _queries: "'keys' or 'queries'",
+    _sizes: "sizes with x between them, as 30x48x80",
+    _order: "'rows', or the sizes of a tile with x between them",
+    _dimensions: "'none', or numbers of dimensions with commas between them, from 0",
     str: "a word",
 }
 
@@ -95,6 +120,7 @@ _DILATIONS = Argument("dilations", _ints, _text(DEFAULT_DILATION_RATES))
 NAMES: dict[str, Name] = {
     "full": Name("every query sees every key", lambda v, b, c: Full()),
     "causal": Name("no query sees a later key", lambda v, b, c: Causal()),
+    "strictly_causal": Name("a query sees what is before it, and not itself", lambda v, b, c: StrictlyCausal()),
     "window": Name(
         "tokens before and after, to the token; one number is for both",
         lambda v, b, c: SlidingWindow(v[0], v[-1]),
@@ -102,16 +128,79 @@ NAMES: dict[str, Name] = {
         ("512", "0"),
     ),
     "global": Name(
-        "the first tokens are seen by all; with /queries they also see all",
+        "the first tokens, and those at some positions, are seen by all; with /queries they also see all",
         lambda v, b, c: GlobalTokens(*v),
-        (Argument("tokens", _int), Argument("sees", _queries, "keys")),
-        ("64", "queries"),
+        (Argument("tokens", _int), Argument("sees", _queries, "keys"), Argument("at", _ints, "")),
+        ("64", "queries", "300,301"),
+    ),
+    "prefix": Name(
+        "causal, but the first tokens see each other and are seen by all; of each document, if there are lengths",
+        lambda v, b, c: PrefixLM(*v),
+        (Argument("tokens", _int), Argument("lengths", _ints, "")),
+        ("64", "1024,512,2560"),
+    ),
+    "chunks": Name(
+        "chunks of so many tokens see themselves and so many chunks before them",
+        lambda v, b, c: Chunks(*v),
+        (Argument("size", _int), Argument("left", _int, "0")),
+        ("512", "1"),
+    ),
+    "vertical_slash": Name(
+        "causal: keys at some positions, and at some distances before each query",
+        lambda v, b, c: VerticalSlash(*v),
+        (Argument("columns", _ints), Argument("diagonals", _ints)),
+        ("0,1,900", "0,1,2,3,1024"),
+    ),
+    "block_diffusion": Name(
+        "noised tokens, then as many clean ones, in blocks: training of block diffusion",
+        lambda v, b, c: BlockDiffusion(*v),
+        (Argument("length", _int), Argument("block", _int)),
+        ("2048", "4"),
     ),
     "documents": Name(
         "packed documents of these lengths",
         lambda v, b, c: Documents(v[0]),
         (Argument("lengths", _ints),),
         ("1024,512,2560",),
+    ),
+    "document_sinks": Name(
+        "the first tokens of each document are seen by all of it",
+        lambda v, b, c: DocumentSinks(*v),
+        (Argument("tokens", _int), Argument("lengths", _ints)),
+        ("4", "1024,512,2560"),
+    ),
+    "ranges": Name(
+        "stretches of queries that each see the keys from a start to before a stop",
+        lambda v, b, c: KeyRanges(*v),
+        (Argument("starts", _ints), Argument("stops", _ints), Argument("lengths", _ints)),
+        ("0,1024,1024", "1024,1536,4096", "1024,512,2560"),
+    ),
+    "neighborhood": Name(
+        "tokens of a grid (line, image, video) and a window around each; causal are the dimensions that are named",
+        _neighborhood,
+        (
+            Argument("shape", _sizes),
+            Argument("window", _sizes),
+            Argument("dilation", _sizes, "1"),
+            Argument("causal", _dimensions, "none"),
+            Argument("stride", _sizes, "1"),
+            Argument("prefix", _int, "0"),
+            Argument("order", _order, "rows"),
+            Argument("border", str, "shift"),
+        ),
+        ("16x16x16", "6x6x6", "1", "0", "1", "0", "4x4x8", "shift"),
+    ),
+    "sliding_tiles": Name(
+        "tokens of a grid (line, image, video) in tiles, and a window of tiles around each",
+        lambda v, b, c: SlidingTiles(*v),
+        (
+            Argument("shape", _sizes),
+            Argument("tile", _sizes),
+            Argument("window", _sizes),
+            Argument("prefix", _int, "0"),
+            Argument("order", _order, "rows"),
+        ),
+        ("16x16x16", "4x4x8", "12x12x8", "0", "4x4x8"),
     ),
     "random": Name(
         "so many random blocks a row",
@@ -223,7 +312,8 @@ class _Reader:
 
     def _named(self, name: str, colon: str, text: str) -> Pattern | Branches:
         if name not in NAMES:
-            raise self._error(f"{name!r} is none of {', '.join(map(form_of, NAMES))}")
+            forms = ", ".join(map(form_of, NAMES))
+            raise self._error(f"{name!r} is none of {forms}{did_you_mean(name, NAMES)}")
         known = NAMES[name]
         given = text.split("/") if colon else []
         needed = sum(argument.default is None for argument in known.arguments)

@@ -13,6 +13,7 @@ from math import ceil
 
 from .base import And, Or, Pattern, PerHead
 from .blocks import BlockPattern, Blocks, DilatedBlocks, GlobalBlocks, LocalBlocks, ceil_div
+from .space import GridPattern, Neighborhood
 from .tokens import SlidingWindow
 
 # Windows that a schedule may open, between none and everything: each is a layout of its own.
@@ -27,10 +28,12 @@ def window_of(opening: float, tokens: int) -> int:
 def opened(pattern: Pattern, window: int) -> Pattern:
     """What the pattern allows and what, as far as its rules reach to a side at all, lies within `window` tokens.
 
-    - `SlidingWindow`: a bound is at least `window`; one of 0 stays 0.
+    - `SlidingWindow`: a bound is at least `window`; one of 0, or below, stays.
     - `LocalBlocks`, `DilatedBlocks`, `RandomBlocks`, `Blocks`: so are the blocks within `window` tokens, those behind
       the diagonal alone if the rule has no others.
-    - `Full`, `Documents`, `GlobalTokens` and `GlobalBlocks` stay.
+    - `Neighborhood`, `SlidingTiles`: so is a box around each query, along every dimension as large a share of the grid
+      as `window` is of its tokens; not behind the query along a causal dimension.
+    - `Full`, `Documents`, `Chunks`, `KeyRanges`, `GlobalTokens` and `GlobalBlocks` stay.
 
     It has no more token rules than the pattern, since each window widens where it stands. It grows with `window`; with
     one that is as long as the sequence it is dense but for what stays.
@@ -45,7 +48,8 @@ def opened(pattern: Pattern, window: int) -> Pattern:
 def _map_rules(change: Callable[[Pattern, bool], Pattern], pattern: Pattern, causal: bool = False) -> Pattern:
     """Each rule changed; the function is told whether another rule hides all later keys from the same queries."""
     if isinstance(pattern, And):
-        causal = causal or any(isinstance(part, SlidingWindow) and part.right == 0 for part in pattern.parts)
+        windows = [part for part in pattern.parts if isinstance(part, SlidingWindow)]
+        causal = causal or any(part.right is not None and part.right <= 0 for part in windows)
     if isinstance(pattern, And | Or):
         return type(pattern)(tuple(_map_rules(change, part, causal) for part in pattern.parts))
     return change(pattern, causal)
@@ -54,12 +58,14 @@ def _map_rules(change: Callable[[Pattern, bool], Pattern], pattern: Pattern, cau
 def _widened(rule: Pattern, causal: bool, window: int) -> Pattern:
     if not isinstance(rule, SlidingWindow):
         return rule
-    left, right = (max(bound, window) if bound else bound for bound in (rule.left, rule.right))
+    left, right = (max(bound, window) if bound and bound > 0 else bound for bound in (rule.left, rule.right))
     return SlidingWindow(left, right)
 
 
 def _around_diagonal(rule: Pattern, causal: bool, window: int) -> Pattern:
-    """In place of a block rule, the blocks within a window."""
+    """In place of a block rule, the blocks within a window; in that of a grid's rule, a box."""
+    if isinstance(rule, GridPattern):
+        return _box(rule, window)
     if not isinstance(rule, BlockPattern) or isinstance(rule, GlobalBlocks):
         return rule
     if isinstance(rule, Blocks):
@@ -70,3 +76,11 @@ def _around_diagonal(rule: Pattern, causal: bool, window: int) -> Pattern:
     else:
         back_only = isinstance(rule, LocalBlocks | DilatedBlocks) and rule.causal
     return LocalBlocks(window if back_only else 2 * window, block_size=rule.block_size, causal=back_only)
+
+
+def _box(rule: GridPattern, window: int) -> Neighborhood:
+    """What is near in a grid, along every dimension as large a share of it as `window` is of all its tokens."""
+    causal = rule.causal if isinstance(rule, Neighborhood) else (False,) * len(rule.shape)
+    reach = [min(size, ceil_div(window * size, rule.total)) for size in rule.shape]
+    sides = tuple(r + 1 if back_only else 2 * r + 1 for r, back_only in zip(reach, causal, strict=True))
+    return Neighborhood(rule.shape, sides, causal=causal, prefix=rule.prefix, order=rule.order, border="cut")

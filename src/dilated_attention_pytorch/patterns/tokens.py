@@ -1,18 +1,16 @@
 """Token rules: each lets a query see one interval of keys (or the union of a few).
 
 That is all a kernel has to know about single tokens. `Interval` says which keys the query at position `p` sees:
-from `p − left` to `p + right`, below `key_stop`, if `p < query_stop`, and inside its own document if `same_document`.
-Intersections of intervals are intervals, so `&` never leaves the form.
+from `p − left` to `p + right`, below `key_stop`, if `p < query_stop`, and inside its range of keys if `key_range` names
+one (`ranges`). Intersections of intervals are intervals, so `&` never leaves the form.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import NamedTuple
 
-from .base import Pattern, check_flag, check_int, check_sequence
+from .base import LARGEST, Pattern, check_flag, check_int, check_sequence
 
 # No bound. Sums of two positions and this stay inside int32.
 UNBOUNDED = 2**30
@@ -25,11 +23,11 @@ class Interval(NamedTuple):
     right: int = UNBOUNDED
     key_stop: int = UNBOUNDED
     query_stop: int = UNBOUNDED
-    same_document: int = 0
+    key_range: int = 0  # 1 is the first of the ranges of a layout, 0 none, −1 the first of its bitmaps
 
     def __and__(self, other: Interval) -> Interval:
-        left, right, key_stop, query_stop, _ = (min(a, b) for a, b in zip(self, other, strict=True))
-        return Interval(left, right, key_stop, query_stop, max(self.same_document, other.same_document))
+        """Of two that name no range yet: a layout numbers them."""
+        return Interval(*(min(a, b) for a, b in zip(self, other, strict=True)))
 
 
 EVERYTHING = Interval()
@@ -45,7 +43,11 @@ class Full(Pattern):
 
 @dataclass(frozen=True)
 class SlidingWindow(Pattern):
-    """A query sees itself, `left` tokens before it and `right` after it, to the token. None is no bound."""
+    """A query sees itself, `left` tokens before it and `right` after it, to the token. None is no bound.
+
+    A negative bound leaves out that many of the nearest, the query itself first: (None, −1) sees what is before it, and
+    (7, −7) the seventh token before it.
+    """
 
     left: int | None
     right: int | None
@@ -53,7 +55,9 @@ class SlidingWindow(Pattern):
     def __post_init__(self) -> None:
         for name in ("left", "right"):
             if getattr(self, name) is not None:
-                check_int(name, getattr(self, name), least=0)
+                check_int(name, getattr(self, name), least=-LARGEST)
+        if self.left is not None and self.right is not None and self.left + self.right < 0:
+            raise ValueError(f"left + right must be at least 0, or nothing is seen, got {self.left} and {self.right}")
         super().__post_init__()
 
     def allows(self, query: int, key: int, seq_q: int, seq_k: int) -> bool:
@@ -66,42 +70,31 @@ def Causal() -> SlidingWindow:  # noqa: N802 - reads as a pattern
     return SlidingWindow(left=None, right=0)
 
 
+def StrictlyCausal() -> SlidingWindow:  # noqa: N802
+    """A query sees what is before it, and not itself: a sliding window that ends one token before."""
+    return SlidingWindow(left=None, right=-1)
+
+
 @dataclass(frozen=True)
 class GlobalTokens(Pattern):
-    """Every query sees the first `count` keys; with `queries=True` the first `count` queries also see every key."""
+    """Every query sees the first `count` keys, and those at the positions `at`; with `queries=True` the queries there
+    also see every key."""
 
-    count: int
+    count: int = 0
     queries: bool = False
+    at: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        check_int("count", self.count, least=1)
+        check_sequence("at", self.at, "ints")
+        for position in self.at:
+            check_int("every position of at", position, least=0)
+        object.__setattr__(self, "at", tuple(sorted(set(self.at))))
+        check_int("count", self.count, least=0 if self.at else 1)
         check_flag("queries", self.queries)
         super().__post_init__()
 
     def allows(self, query: int, key: int, seq_q: int, seq_k: int) -> bool:
-        return key < self.count or (self.queries and query + seq_k - seq_q < self.count)
+        return self._is_global(key) or (self.queries and self._is_global(query + seq_k - seq_q))
 
-
-@dataclass(frozen=True)
-class Documents(Pattern):
-    """Packed sequences: documents of these `lengths`, one after the other; nobody sees into another document."""
-
-    lengths: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        check_sequence("lengths", self.lengths, "ints")
-        object.__setattr__(self, "lengths", tuple(self.lengths))
-        if not self.lengths:
-            raise ValueError("lengths must name at least one document, got ()")
-        for length in self.lengths:
-            check_int("every document length", length, least=1)
-        super().__post_init__()
-
-    @property
-    def starts(self) -> tuple[int, ...]:
-        """The first token of each document, and the end of the last."""
-        return (0, *accumulate(self.lengths))
-
-    def allows(self, query: int, key: int, seq_q: int, seq_k: int) -> bool:
-        starts = self.starts
-        return bisect_right(starts, query + seq_k - seq_q) == bisect_right(starts, key)
+    def _is_global(self, position: int) -> bool:
+        return (position < self.count and self.count > 0) or position in self.at

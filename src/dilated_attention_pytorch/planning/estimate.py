@@ -35,16 +35,16 @@ def attention_items(request: SizeRequest, backend: ModuleType, *, training: bool
     items = [
         Item("lists by query", "lists", lists.by(lists.rows, work_order=work_order) + lists.rules, always),
         Item("building the lists", "workspace", lists.building(by_key=both), ("layout",)),
-        Item("out", "tensors", shape.q, kept),
+        Item("out", "tensors", shape.out, kept),
         Item("lse", "tensors", shape.lse, kept),
     ]
     if both:
         items.append(Item("lists by key", "lists", lists.by(lists.columns, work_order=True), always))
     if training:
         items += [
-            Item("dout", "gradients", shape.q, ("backward",)),
+            Item("dout", "gradients", shape.out, ("backward",)),
             Item("dq", "gradients", shape.q, ("backward",)),
-            Item("dk, dv", "gradients", 2 * shape.k, ("backward",)),
+            Item("dk, dv", "gradients", shape.k + shape.v, ("backward",)),
         ]
     workspace = backend.workspace(request)
     items.append(Item(f"{backend.name} workspace", "workspace", workspace.forward, ("forward",)))

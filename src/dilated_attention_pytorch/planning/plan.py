@@ -18,10 +18,11 @@ import torch
 
 from ..backends.base import Request
 from ..backends.sizes import Shape, SizeRequest
-from ..distributed import ring
+from ..distributed import passes
 from ..layout import BlockLayout
 from ..layout.checks import MAX_SEQUENCE
 from ..layout.size import ListSize
+from ..layout.terms import grids_of
 from ..memory.devices import Device, as_text
 from ..ops.checks import DEFAULT_BLOCK_SIZE, DTYPES
 from ..ops.choose import BY_NAME, choose
@@ -43,7 +44,7 @@ class AttentionConfig:
     Attributes:
         pattern, causal_pattern: which pairs may attend, in calls that are not causal and in those that are. `pattern`
             may also be a finished layout, or the branches of dilated attention.
-        heads, heads_kv, head_dim: of the tensors.
+        heads, heads_kv, head_dim: of the tensors; head_dim_v: of v and out, where it is another than of q and k.
         embed_dim: of a module with projections, else None.
         backend: "auto", or the name of one, which is not verified to run on the device.
     """
@@ -53,15 +54,18 @@ class AttentionConfig:
     heads: int = 8
     heads_kv: int | None = None
     head_dim: int = 64
+    head_dim_v: int | None = None
     embed_dim: int | None = None
     backend: str = "auto"
 
     def __post_init__(self) -> None:
         if not isinstance(self.pattern, Pattern | BlockLayout | Branches):
             raise TypeError(f"pattern must be a Pattern, a BlockLayout or Branches, got {type(self.pattern).__name__}")
-        for name in ("heads", "heads_kv", "head_dim", "embed_dim"):
+        for name in ("heads", "heads_kv", "head_dim", "head_dim_v", "embed_dim"):
             if getattr(self, name) is not None:
                 check_int(name, getattr(self, name), least=1)
+        if self.head_dim_v is not None and self.embed_dim is not None:
+            raise ValueError(f"head_dim_v must be left out for a module with projections, got {self.head_dim_v}")
         if self.heads % (self.heads_kv or self.heads):
             raise ValueError(f"heads must be a multiple of heads_kv, got {self.heads} and {self.heads_kv}")
         if self.backend not in BACKENDS:
@@ -84,7 +88,7 @@ class AttentionConfig:
 
         A module has `pattern(is_causal)` (or `branches`, for dilated attention) and `backend`. One with projections
         has an `attention` with these, and `num_heads`, `num_kv_heads`, `head_dim` and `embed_dim`. `sizes` are heads,
-        heads_kv and head_dim where the module does not fix them.
+        heads_kv, head_dim and head_dim_v where the module does not fix them.
         """
         given = {name: value for name, value in sizes.items() if value is not None}
         if isinstance(what, cls):
@@ -184,6 +188,7 @@ def plan_memory(
     heads: int | None = None,
     heads_kv: int | None = None,
     head_dim: int | None = None,
+    head_dim_v: int | None = None,
     block_size: int | None = None,
     device: Device | torch.device | str | None = None,
 ) -> MemoryPlan:
@@ -195,6 +200,7 @@ def plan_memory(
         training: include the backward pass and its gradients.
         world_size: devices of a ring that share the sequence; the plan is for one of them.
         heads, heads_kv, head_dim: of the tensors; by default 8, the same and 64, or those of a module with projections.
+        head_dim_v: of v and out, where it is another than that of q and k.
         block_size: of the layout; by default that of the pattern, or 128.
         device: see `Device.of`; the current one by default. It decides which backend runs, and what fits.
     """
@@ -206,7 +212,8 @@ def plan_memory(
         check_flag(name, flag)
     if dtype not in DTYPES:
         raise TypeError(f"dtype must be float64, float32, bfloat16 or float16, got {dtype}")
-    config = AttentionConfig.of(module_or_config, heads=heads, heads_kv=heads_kv, head_dim=head_dim)
+    sizes = {"heads": heads, "heads_kv": heads_kv, "head_dim": head_dim, "head_dim_v": head_dim_v}
+    config = AttentionConfig.of(module_or_config, **sizes)
     where = Device.of(device)
     lists = _lists(config, seq_len, is_causal, block_size).shared_by(world_size)
     tokens = ceil_div(seq_len, world_size)
@@ -218,6 +225,7 @@ def plan_memory(
         heads_kv=config.heads_kv or config.heads,
         head_dim=config.head_dim,
         dtype=dtype,
+        head_dim_v=config.head_dim_v,
     )
     backend = _backend(config.backend, shape, lists, where, ring=world_size > 1)
     threads = torch.get_num_threads() if where.type == "cpu" else 1
@@ -269,6 +277,7 @@ def _backend(named: str, shape: Shape, lists: ListSize, device: Device, *, ring:
         square=shape.seq_q == shape.seq_k,
         grouped=shape.heads != shape.heads_kv,
         head_dim=shape.head_dim,
+        head_dim_v=shape.head_dim_v,
         return_lse=ring,  # ranks merge their partial results by it
     )
     return choose("auto", request)
@@ -278,7 +287,7 @@ def _inputs(config: AttentionConfig, shape: Shape, training: bool) -> list[Item]
     """q, k and v; for a module with projections also its input, parameters, output and their gradients."""
     kept: tuple[str, ...] = ("layout", "forward", "backward") if training else ("layout", "forward")
     if config.embed_dim is None:
-        return [Item("q", "tensors", shape.q, kept), Item("k, v", "tensors", 2 * shape.k, kept)]
+        return [Item("q", "tensors", shape.q, kept), Item("k, v", "tensors", shape.k + shape.v, kept)]
     size, embed = shape.dtype.itemsize, config.embed_dim
     x = shape.batch * shape.seq_q * embed * size
     weights = size * (embed + 1) * (2 * embed + 2 * shape.heads_kv * shape.head_dim)
@@ -305,7 +314,7 @@ def _inputs(config: AttentionConfig, shape: Shape, training: bool) -> list[Item]
 
 def _ring(shape: Shape, training: bool) -> list[Item]:
     phases = ("forward", "backward") if training else ("forward",)
-    workspace = ring.workspace(shape)
+    workspace = passes.workspace(shape)
     items = [
         Item("two receive buffers", "ring", workspace.received, phases),
         Item("running out and lse", "ring", workspace.running, ("forward",)),
@@ -318,7 +327,8 @@ def _ring(shape: Shape, training: bool) -> list[Item]:
 def max_sequence_length(
     module_or_config: Any, budget: int | Device | torch.device | str | None = None, **options: Any
 ) -> int:
-    """The longest sequence whose plan fits, to within a block, and at most 2³⁰ − 1 tokens.
+    """The longest sequence whose plan fits, to within a block, and at most 2³⁰ − 1 tokens. A pattern of a grid has one
+    length: that is the answer, if it fits.
 
     Args:
         budget: bytes, or a device (see `Device.of`) whose memory is the budget; by default the current device.
@@ -329,13 +339,17 @@ def max_sequence_length(
     def fits(tokens: int) -> bool:
         return plan_memory(module_or_config, tokens, device=device, **options).fits
 
-    step = 256
+    pattern = AttentionConfig.of(module_or_config).pattern
+    grids = grids_of(pattern) if isinstance(pattern, Pattern) else set()
+    step = 256 if not grids else max(grid.total for grid in grids)
     if not fits(step):
         smallest = plan_memory(module_or_config, step, device=device, **options)
         raise ValueError(
             f"budget must hold at least {step} tokens, which take {as_text(smallest.peak_bytes)}, "
             f"got {as_text(device.budget)} ({device.name})"
         )
+    if grids:
+        return step
     low, high = 1, 2
     while high * step <= LONGEST and fits(high * step):
         low, high = high, 2 * high

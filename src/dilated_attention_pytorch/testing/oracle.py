@@ -1,4 +1,4 @@
-"""The oracle: the reference backend in float64, outputs and all gradients.
+"""The oracle: the reference backend in float64, outputs and all gradients, those of a bias too.
 
 Tolerance: in float64, 1e-10. In a lower precision an implementation may err as much as eager PyTorch in that precision
 does against the oracle, times `FACTOR` (the largest of few errors is a matter of luck), plus one rounding in that
@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from ..backends import reference
+from ..backends.bias import bias_of_pairs
 from ..layout import BlockLayout
-from ..ops import block_sparse_attention, dilated_attention
+from ..ops import ScoreBias, block_sparse_attention, dilated_attention
 from ..ops.attend import with_sinks
+from ..ops.checks import check_options
 from ..ops.named import resolve_layout
-from ..options import CallOptions
 from ..patterns import Branches
 
 FLOAT64_TOLERANCE = 1e-10
@@ -45,15 +46,35 @@ class Case:
     detach_branch_weights: bool = False
     softcap: float | None = None
     alibi_slopes: Tensor | None = None
+    bias: ScoreBias | None = None
     sinks: Tensor | None = None
 
     def to(self, dtype: torch.dtype) -> Case:
         tensors = {name: getattr(self, name).to(dtype) for name in ("q", "k", "v", "do")}
         return replace(self, **tensors)
 
+    def leaves(self) -> Case:
+        """The same values, all of which ask for a gradient."""
+        tensors = {name: getattr(self, name).detach().requires_grad_() for name in "qkv"}
+        if self.bias is None:
+            return replace(self, **tensors)
+        terms = (term._replace(tensor=term.tensor.detach().requires_grad_()) for term in self.bias.terms)
+        return replace(self, **tensors, bias=ScoreBias(tuple(terms)))
+
+    @property
+    def differentiated(self) -> list[Tensor]:
+        terms = () if self.bias is None else self.bias.terms
+        return [self.q, self.k, self.v, *(term.tensor for term in terms)]
+
+    @property
+    def names(self) -> list[str]:
+        """Of what `results` gives."""
+        terms = () if self.bias is None else self.bias.terms
+        return [*NAMES, *(f"d{term.kind}" for term in terms)]
+
     def attend(self, q: Tensor, k: Tensor, v: Tensor, backend: str) -> Any:
         """out and lse."""
-        names = ["is_causal", "scale", "key_padding_mask", "dropout_p", "softcap", "alibi_slopes", "sinks"]
+        names = ["is_causal", "scale", "key_padding_mask", "dropout_p", "softcap", "alibi_slopes", "bias", "sinks"]
         if isinstance(self.layout, BlockLayout):
             options = {name: getattr(self, name) for name in [*names, "document_ids"]}
             return block_sparse_attention(q, k, v, self.layout, return_lse=True, backend=backend, **options)
@@ -63,12 +84,12 @@ class Case:
 
 
 def results(case: Case, backend: str, seed: int = 0) -> tuple[Tensor, ...]:
-    """out, lse (0 for −inf, whose place is compared apart), dq, dk, dv of a backend."""
-    q, k, v = (x.detach().requires_grad_() for x in (case.q, case.k, case.v))
+    """out, lse (0 for −inf, whose place is compared apart), dq, dk, dv and the gradients of the bias, of a backend."""
+    case = case.leaves()
     torch.manual_seed(seed)  # dropout draws its seed from PyTorch's generator
-    out, lse = case.attend(q, k, v, backend)
+    out, lse = case.attend(case.q, case.k, case.v, backend)
     finite = torch.where(lse == -torch.inf, 0.0, lse)
-    grads = torch.autograd.grad((out, finite), (q, k, v), (case.do, case.dlse.to(lse.dtype)))
+    grads = torch.autograd.grad((out, finite), case.differentiated, (case.do, case.dlse.to(lse.dtype)))
     return out.detach(), lse.detach(), *grads
 
 
@@ -79,19 +100,24 @@ def oracle(case: Case, seed: int = 0) -> tuple[Tensor, ...]:
 
 def errors_of_eager(case: Case, expected: tuple[Tensor, ...]) -> list[float]:
     """How far plain eager attention, every step in the case's own dtype, is from the oracle."""
-    q, k, v = (x.detach().requires_grad_() for x in (case.q, case.k, case.v))
+    case = case.leaves()
+    q, k, v = case.q, case.k, case.v
     layout = resolve_layout(q, k, case.layout, case.is_causal)
     assert isinstance(layout, BlockLayout)
     heads, scale = q.shape[2], case.scale if case.scale is not None else q.shape[3] ** -0.5
-    options = CallOptions(scale, key_padding_mask=case.key_padding_mask, document_ids=case.document_ids)
+    options = check_options(
+        q, k, key_padding_mask=case.key_padding_mask, document_ids=case.document_ids, bias=case.bias,
+        alibi_slopes=case.alibi_slopes,
+    )  # fmt: skip
     keys, values = (x.repeat_interleave(heads // x.shape[2], dim=2) for x in (k, v))
     scores = torch.einsum("bqhd,bkhd->bhqk", q, keys) * scale
     counts = reference.counted_pairs(layout, heads, options)
     if case.softcap is not None:
         scores = case.softcap * torch.tanh(scores / case.softcap)
-    if case.alibi_slopes is not None:
-        scores = scores - (case.alibi_slopes[:, None, None] * _distances(case)).to(scores.dtype)
-    hidden = counts == 0
+    if options.bias is not None:
+        query, key = (torch.arange(n, device=q.device) for n in scores.shape[-2:])
+        scores = scores + bias_of_pairs(options.bias, query[:, None], key[None], *layout.lengths).to(scores.dtype)
+    hidden = (counts == 0) | (scores == -torch.inf)
     empty = hidden.all(-1, keepdim=True).expand(*scores.shape[:-1], 1)
     if layout.dilated:
         scores = scores + counts.clamp(min=1).log().to(scores.dtype)
@@ -100,10 +126,10 @@ def errors_of_eager(case: Case, expected: tuple[Tensor, ...]) -> list[float]:
     out = torch.einsum("bhqk,bkhd->bqhd", weights, values)
     lse = torch.logsumexp(scores, -1)
     if case.sinks is not None:
-        out, lse = with_sinks(out, lse.masked_fill(empty[..., 0], -torch.inf), case.sinks)
+        out, lse = with_sinks(out, lse.masked_fill(empty[..., 0], -torch.inf), case.sinks[:, None])
     else:
         lse = lse.masked_fill(empty[..., 0], 0.0)
-    grads = torch.autograd.grad((out, lse), (q, k, v), (case.do, case.dlse.to(lse.dtype)))
+    grads = torch.autograd.grad((out, lse), case.differentiated, (case.do, case.dlse.to(lse.dtype)))
     return [_error(got, want) for got, want in zip((out, lse, *grads), expected, strict=True)]
 
 
@@ -120,23 +146,29 @@ def _error(got: Tensor, want: Tensor) -> float:
 
 
 def _largest_terms(case: Case) -> list[float]:
-    """A bound on what is summed for out, lse, dq, dk and dv."""
+    """A bound on what is summed for out, lse, dq, dk, dv and the gradients of the bias."""
     q, k, v, do = (float(x.double().norm(dim=-1).max()) for x in (case.q, case.k, case.v, case.do))
     scale = abs(case.scale if case.scale is not None else case.q.shape[3] ** -0.5)
-    dscore = (do * v + float(case.dlse.abs().max())) * scale
-    bias = 0.0
-    if case.alibi_slopes is not None:
-        bias = float(case.alibi_slopes.abs().max() * _distances(case).max())
+    dscore = do * v + float(case.dlse.abs().max())
+    options = check_options(case.q, case.k, bias=case.bias, alibi_slopes=case.alibi_slopes)
+    bias, far = 0.0, float(_distances(case).max())
+    if options.bias is not None:
+        seq_q, seq_k = case.q.shape[1], case.k.shape[1]
+        query, key = (torch.arange(n, device=case.q.device) for n in (seq_q, seq_k))
+        added = bias_of_pairs(options.bias, query[:, None], key[None], seq_q, seq_k).detach()
+        bias = float(added.abs().nan_to_num(posinf=0.0).max())
     # Weights are exp(score − lse), two numbers that are each rounded at their size.
-    dq, dk, dv = (x * (1.0 + bias) for x in (dscore * k, dscore * q, do))
-    return [v * (1.0 + bias), max(1.0, scale * q * k) + bias, dq, dk, dv]
+    of_scores, dq, dk, dv = (x * (1.0 + bias) for x in (dscore, dscore * scale * k, dscore * scale * q, do))
+    terms = () if case.bias is None else case.bias.terms
+    of_bias = [of_scores * (far if term.kind == "slopes" else 1.0) for term in terms]
+    return [v * (1.0 + bias), max(1.0, scale * q * k) + bias, dq, dk, dv, *of_bias]
 
 
 def tolerances(case: Case, expected: tuple[Tensor, ...]) -> list[float]:
-    """How far out, lse, dq, dk and dv may be from what the oracle says; see the module's text."""
+    """How far each of `results` may be from what the oracle says; see the module's text."""
     dtype = case.q.dtype
     if dtype == torch.float64:
-        return [FLOAT64_TOLERANCE] * len(NAMES)
+        return [FLOAT64_TOLERANCE] * len(case.names)
     if case.dropout_p:
         raise ValueError("eager PyTorch draws other dropout masks: check dropout in float64")
     eager, terms = errors_of_eager(case, expected), _largest_terms(case)
@@ -149,6 +181,6 @@ def assert_exact(case: Case, backend: str, seed: int = 0) -> None:
     got = results(case, backend, seed)
     assert torch.equal(got[1] == -torch.inf, expected[1] == -torch.inf), "lse is −inf for other rows than it should be"
     got = (got[0], torch.where(got[1] == -torch.inf, 0.0, got[1]), *got[2:])
-    for name, mine, want, bound in zip(NAMES, got, expected, tolerances(case, expected), strict=True):
+    for name, mine, want, bound in zip(case.names, got, expected, tolerances(case, expected), strict=True):
         error = _error(mine, want)
         assert error <= bound, f"{name} of {backend} in {case.q.dtype} is off by {error:.3g}, allowed {bound:.3g}"

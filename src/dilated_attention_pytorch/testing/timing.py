@@ -63,6 +63,20 @@ def _gpu(device: str) -> dict[str, Any]:
     return {"gpu": torch.cuda.get_device_name(device), "cudnn": torch.backends.cudnn.version()}
 
 
+def hint_of_load(found: Mapping[str, Any]) -> str | None:
+    """What to know of times that were taken in such an `environment`; None where the machine was quiet enough."""
+    load, cores = found["load_before"], os.cpu_count() or 1
+    if load is None or load <= cores / 2:
+        return None
+    busy = f"The machine was busy (load {load} on {cores} cores): the times say little."
+    if found["threads"] == 1 or found["thread_settings"].get("OMP_WAIT_POLICY", "").lower() == "passive":
+        return busy
+    return (
+        f"{busy} Operators that PyTorch splits over its {found['threads']} threads may stall, each waiting for one "
+        "without a core: OMP_WAIT_POLICY=PASSIVE in the environment lets them sleep meanwhile."
+    )
+
+
 def cpu_model() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

@@ -10,16 +10,19 @@ Blocks have three states: full (every pair of tokens is allowed, no mask is read
 block; the last key block of a sequence that does not fill it is always partial) and empty (not computed). Where there
 are more blocks than room, a cell stands for a group of them: full or empty if all of them are, else partial.
 
-Nothing here needs matplotlib until a figure is drawn: `pip install matplotlib`.
+Figures follow matplotlib's style: `with matplotlib.style.context("dark_background"):` makes dark ones. Nothing here
+needs matplotlib until a figure is drawn: `pip install matplotlib`.
 """
 
-from .figures import COLOURS, plot_kept_mass, plot_layout, plot_weights
+from .figures import plot_kept_mass, plot_layout, plot_weights
 from .memory import plot_memory
 from .states import State, block_states
+from .style import COLOURS, DARK_COLOURS
 from .text import SYMBOLS, draw_text
 
 __all__ = [
     "COLOURS",
+    "DARK_COLOURS",
     "SYMBOLS",
     "State",
     "block_states",

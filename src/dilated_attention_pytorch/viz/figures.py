@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from os import PathLike
 from textwrap import fill
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,13 +13,11 @@ from torch import Tensor
 from ..layout import BlockLayout
 from ..patterns.blocks import ceil_div
 from .states import State, picture
+from .style import colours
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-# Blue and orange: told apart by everybody, and by their brightness in grey.
-COLOURS = MappingProxyType({State.FULL: "#1f4e8c", State.PARTIAL: "#f5a742", State.EMPTY: "#eceff3"})
 
 COLUMNS = 3
 PANEL_INCHES = 4.2
@@ -96,7 +93,7 @@ def plot_weights(
         extent=(0, image.shape[1] * size, image.shape[0] * size, 0),
         interpolation="none",
     )
-    axis.set_facecolor(COLOURS[State.EMPTY])
+    axis.set_facecolor(colours()[State.EMPTY])
     axis.set(xlim=(0, seq_k), ylim=(seq_q, 0), xlabel="key", ylabel="query")
     axis.set_title(f"Attention weights, sample {sample}, head {head}")
     label = "weight" if size == 1 else f"largest weight of {size} x {size} tokens"
@@ -129,10 +126,10 @@ def plot_kept_mass(
 def _draw_layout(axis: Axes, title: str, layout: BlockLayout, head: int, sample: int) -> None:
     from matplotlib.colors import ListedColormap
 
-    cells, (height, width), note = picture(layout, MOST_CELLS, head=head, sample=sample)
+    cells, (height, width), note, *_ = picture(layout, MOST_CELLS, head=head, sample=sample)
     axis.imshow(
         cells.numpy(),
-        cmap=ListedColormap([COLOURS[state] for state in State]),
+        cmap=ListedColormap([colours()[state] for state in State]),
         vmin=min(State),
         vmax=max(State),
         extent=(0, cells.shape[1] * width, cells.shape[0] * height, 0),
@@ -145,7 +142,7 @@ def _draw_layout(axis: Axes, title: str, layout: BlockLayout, head: int, sample:
     if max(cells.shape) <= MOST_LINES:
         axis.set_xticks(range(0, layout.seq_k, width), minor=True)
         axis.set_yticks(range(0, layout.seq_q, height), minor=True)
-        axis.grid(which="minor", color="white", linewidth=0.6)
+        axis.grid(which="minor", color=axis.figure.get_facecolor(), linewidth=0.6)
         axis.tick_params(which="minor", length=0)
     lines = [fill(text, TITLE_LETTERS) for text in (title, _caption(layout, note))]
     axis.set_title("\n".join(lines), fontsize=10)
@@ -169,7 +166,7 @@ def _add_legend(figure: Figure) -> None:
     from matplotlib.patches import Patch
 
     handles = [
-        Patch(facecolor=colour, edgecolor="#888888", label=state.name.lower()) for state, colour in COLOURS.items()
+        Patch(facecolor=colour, edgecolor="#888888", label=state.name.lower()) for state, colour in colours().items()
     ]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
 

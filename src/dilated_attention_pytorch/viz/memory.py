@@ -41,12 +41,14 @@ def plot_memory(
         raise ValueError(f"measured must name phases of the plan, {phases}, got {unknown[0]!r}")
     scale, unit = _unit(max(*plan.phases.values(), *(measured or {}).values()))
     figure = _new_figure(1.6 * len(phases) + 3.0, 4.2)
-    axis = figure.subplots()
+    from matplotlib import rcParams
+
+    axis, ground = figure.subplots(), figure.get_facecolor()
     bottoms = [0.0] * len(phases)
     for kind, colour in KIND_COLOURS.items():
         heights = [plan.by_kind(phase).get(kind, 0) / scale for phase in phases]
         if any(heights):
-            axis.bar(phases, heights, 0.98, bottoms, color=colour, edgecolor="white", linewidth=0.5, label=kind)
+            axis.bar(phases, heights, 0.98, bottoms, color=colour, edgecolor=ground, linewidth=0.5, label=kind)
             bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
     for place, total in enumerate(bottoms):
         axis.annotate(f"{total:,.1f}", (place, total), ha="center", va="bottom", fontsize=9)
@@ -54,7 +56,8 @@ def plot_memory(
         axis.plot(
             [phases.index(phase) for phase in measured],
             [count / scale for count in measured.values()],
-            "k_",
+            "_",
+            color=rcParams["text.color"],
             markersize=26,
             label="measured",
         )

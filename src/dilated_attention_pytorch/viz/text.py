@@ -19,7 +19,7 @@ def draw_text(layout: BlockLayout, head: int = 0, width: int = 64, *, sample: in
     """
     if width < 2:
         raise ValueError(f"width must be at least 2 columns, got {width}")
-    cells, _, note = picture(layout, width // 2, head=head, sample=sample)
+    cells, _, note, *_ = picture(layout, width // 2, head=head, sample=sample)
     lines = ["".join(2 * SYMBOLS[State(state)] for state in row) for row in cells.tolist()]
     lines.append("  ".join(f"{symbol} {state.name.lower()}" for state, symbol in SYMBOLS.items()))
     return "\n".join([*lines, note] if note else lines)

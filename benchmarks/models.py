@@ -1,0 +1,317 @@
+"""Whole models: prefill, generation and training steps, ours beside SDPA and FlexAttention in the same model.
+
+    python benchmarks/models.py                        # on an H200, all sections; options: harness.py
+    python benchmarks/models.py --only generation
+    python benchmarks/models.py --profile step.json    # a Chrome trace of one training step, and where its time went
+
+The model of transformers has the shape of Llama 3.2 1B (16 layers, 32 query and 8 key heads × 64, 8,192 hidden
+features), random weights and a vocabulary of 32,768, in bfloat16. Ours is a window of 2,048 with 64 global tokens,
+under `register`; "sdpa" and "flex" are what transformers offers under these names, and dense. On a CPU the model is
+tiny: a run there shows that the script works, and nothing else.
+
+prefill     time to the first token, and the peak of memory.
+generation  time a token over a cache that is full; with CUDA graphs too (a static cache, `mode="reduce-overhead"`).
+training    forward, backward and no optimizer; gradient checkpointing.
+longnet     `LongNetLM(LongNetConfig())`, the paper's base model: a training step, with the share of the matmul rate.
+
+Before a section is timed, ours is compared with the same model on SDPA under a dense mask of the pattern.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+from transformers import AttentionInterface, AttentionMaskInterface, LlamaConfig, LlamaForCausalLM, StaticCache
+
+from dilated_attention_pytorch import GlobalTokens, LongNetConfig, LongNetLM, SlidingWindow
+from dilated_attention_pytorch.cli.utilization import flops_of_token, matmul_rate
+from dilated_attention_pytorch.integrations.huggingface import register
+from dilated_attention_pytorch.memory import measure_peak
+from dilated_attention_pytorch.testing.timing import interleave
+from harness import Benchmark, Job, Record, run
+
+WINDOW, SINKS = (2047, 31), (64, 4)  # of the pattern, and of that of a tiny model
+CONTENDERS = {"ours": "benchmark_pattern", "sdpa": "sdpa", "flex": "flex_attention"}
+TOKENS = {"prefill": (8192, 32768, 131072), "generation": (32768, 131072), "training": (8192, 65536)}
+LONGNET_TOKENS = (32768, 262144, 1048576)
+DENSE_MASK = "benchmark_dense_mask"
+
+
+def is_tiny(job: Job) -> bool:
+    return job.quick or job.device == "cpu"
+
+
+def pattern_of(job: Job) -> tuple[int, int]:
+    """Tokens that a query looks back to, and tokens that all see."""
+    return WINDOW[is_tiny(job)], SINKS[is_tiny(job)]
+
+
+def llama(job: Job) -> LlamaForCausalLM:
+    """The model with random weights, on the device, in eval mode."""
+    tiny = is_tiny(job)
+    shape = (
+        {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "vocab_size": 256}
+        if tiny
+        else {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
+              "num_key_value_heads": 8, "vocab_size": 32768}
+    )  # fmt: skip
+    config = LlamaConfig(**shape, head_dim=16 if tiny else 64, max_position_embeddings=1 << 20, rope_theta=500000.0)
+    with torch.device(job.device):
+        model = LlamaForCausalLM(config).to(torch.bfloat16 if job.device == "cuda" else torch.float32)
+    left, sinks = pattern_of(job)
+    register(CONTENDERS["ours"], SlidingWindow(left, 0) | GlobalTokens(sinks))
+    return model.eval()
+
+
+def tokens_of(job: Job, model: LlamaForCausalLM, tokens: int) -> Tensor:
+    return torch.randint(model.config.vocab_size, (1, tokens), device=job.device)
+
+
+def lengths(job: Job, section: str) -> tuple[int, ...]:
+    return (64, 128) if is_tiny(job) else TOKENS[section]
+
+
+def contenders(job: Job) -> dict[str, str]:
+    """FlexAttention needs a GPU to be fast, and a compiler on a CPU."""
+    return {name: way for name, way in CONTENDERS.items() if job.device == "cuda" or name != "flex"}
+
+
+@contextmanager
+def attending(model: LlamaForCausalLM, way: str) -> Iterator[None]:
+    before = model.config._attn_implementation
+    model.set_attn_implementation(way)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+def check(job: Job, model: LlamaForCausalLM) -> None:
+    """Logits and gradients of ours against SDPA under the pattern as a dense mask, and the logits of a last token that
+    comes with a cache."""
+    tokens = 96 if is_tiny(job) else 4096
+    ids, (left, sinks) = tokens_of(job, model, tokens), pattern_of(job)
+    place = torch.arange(tokens, device=job.device)
+    ahead = place[:, None] - place
+    seen = (ahead >= 0) & ((ahead <= left) | (place < sinks))
+
+    def mask(*args: Any, **kwargs: Any) -> Tensor:
+        return seen[None, None]
+
+    AttentionInterface.register(DENSE_MASK, AttentionInterface._global_mapping["sdpa"])
+    AttentionMaskInterface.register(DENSE_MASK, mask)
+    found = {}
+    for way in (CONTENDERS["ours"], DENSE_MASK):
+        with attending(model, way):
+            model.zero_grad()
+            logits = model(ids, use_cache=False).logits
+            logits.float().square().mean().backward()
+            found[way] = logits.detach(), model.model.layers[0].self_attn.q_proj.weight.grad.clone()
+    model.zero_grad()
+    for name, mine, right in zip(("logits", "gradient of a weight"), *found.values(), strict=True):
+        job.gate.check(f"{tokens} tokens, {name}", "ours", "a dense mask", mine, right)
+    cache = filled(model, CONTENDERS["ours"], ids[:, :-1])
+    with torch.no_grad(), attending(model, CONTENDERS["ours"]):
+        last = model(ids[:, -1:], past_key_values=cache).logits[:, -1]
+    job.gate.check(f"{tokens} tokens, with a cache", "ours", "a dense mask", last, found[DENSE_MASK][0][:, -1])
+
+
+def timed(job: Job, runs: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
+    for call in runs.values():
+        call()
+    return {name: each.median for name, each in interleave(runs, repeats, device=job.device).items()}
+
+
+def row_of(job: Job, tokens: int, times: dict[str, float], peaks: dict[str, int], per: int = 1) -> dict[str, Any]:
+    row = {"tokens": tokens, "seconds": {name: t / per for name, t in times.items()}, "peak_bytes": peaks}
+    row["times_faster"] = {name: t / times["ours"] for name, t in times.items() if name != "ours"}
+    text = ", ".join(f"{name} {1e3 * t:.2f} ms" for name, t in row["seconds"].items())
+    job.say(f"{tokens:,} tokens: {text}")
+    return row
+
+
+def prefill(job: Job) -> Record:
+    model = llama(job)
+    check(job, model)
+    rows = []
+    for tokens in lengths(job, "prefill"):
+        ids = tokens_of(job, model, tokens)
+
+        def first_token(way: str, ids: Tensor = ids) -> None:
+            with torch.no_grad(), attending(model, way):
+                model(ids, use_cache=True, logits_to_keep=1)
+
+        runs = {name: partial(first_token, way) for name, way in contenders(job).items()}
+        times = timed(job, runs, 2 if job.quick else 5)
+        rows.append(row_of(job, tokens, times, {name: peak(job, call) for name, call in runs.items()}))
+    return {"rows": rows}
+
+
+def peak(job: Job, call: Callable[[], object]) -> int:
+    with measure_peak(job.device) as measured:
+        call()
+    return measured.peak_bytes
+
+
+def generation(job: Job) -> Record:
+    model = llama(job)
+    check(job, model)
+    new, rows = 4 if is_tiny(job) else 32, []
+    for tokens in lengths(job, "generation"):
+        ids = tokens_of(job, model, tokens)
+        runs: dict[str, Callable[[], object]] = {}
+        for name, way in contenders(job).items():
+            if name == "flex":
+                continue  # it would compile anew for each length of a growing cache
+            runs[name] = partial(steps, model, way, filled(model, way, ids), tokens, new)
+            if job.device == "cuda":
+                cache = StaticCache(config=model.config, max_cache_len=tokens + 64 * new)
+                runs[f"{name}, graph"] = partial(steps, model, way, filled(model, way, ids, cache), tokens, new, True)
+        times = timed(job, runs, 2 if job.quick else 5)
+        rows.append(row_of(job, tokens, times, {}, per=new))
+    return {"new_tokens": new, "rows": rows}
+
+
+def filled(model: LlamaForCausalLM, way: str, ids: Tensor, cache: Any = None) -> Any:
+    with torch.no_grad(), attending(model, way):
+        return model(ids, use_cache=True, past_key_values=cache, logits_to_keep=1).past_key_values
+
+
+def steps(model: LlamaForCausalLM, way: str, cache: Any, tokens: int, new: int, graph: bool = False) -> None:
+    """`new` tokens after a cache of `tokens`, which is then as it was."""
+    call = compiled(model) if graph else model
+    ids = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+    with torch.no_grad(), attending(model, way):
+        for i in range(new):
+            at = torch.arange(tokens + i, tokens + i + 1, device=model.device)
+            logits = call(ids, past_key_values=cache, use_cache=True, position_ids=at[None]).logits
+            ids = logits[:, -1:].argmax(-1)
+    if not graph:
+        cache.crop(-new)
+        return
+    for layer in cache.layers:
+        layer.cumulative_length.sub_(new)
+
+
+COMPILED: dict[int, Any] = {}
+
+
+def compiled(model: LlamaForCausalLM) -> Any:
+    if id(model) not in COMPILED:
+        COMPILED[id(model)] = torch.compile(model, mode="reduce-overhead", fullgraph=True)
+    return COMPILED[id(model)]
+
+
+def training(job: Job) -> Record:
+    model = llama(job)
+    check(job, model)
+    model.train()
+    model.gradient_checkpointing_enable()
+    rows = []
+    for tokens in lengths(job, "training"):
+        ids = tokens_of(job, model, tokens)
+
+        def step(way: str, ids: Tensor = ids) -> None:
+            with attending(model, way):
+                model(ids, labels=ids, use_cache=False).loss.backward()
+            model.zero_grad()
+
+        runs = {name: partial(step, way) for name, way in contenders(job).items()}
+        times = timed(job, runs, 2 if job.quick else 5)
+        rows.append(row_of(job, tokens, times, {name: peak(job, call) for name, call in runs.items()}))
+    if job.args.profile:
+        profiled(job, partial(step, CONTENDERS["ours"]))
+    return {"rows": rows}
+
+
+def longnet(job: Job) -> Record:
+    """The paper's base model; beyond 32K tokens with checkpoints that keep attention."""
+    tiny, rows = is_tiny(job), []
+    small = {"dim": 32, "num_layers": 2, "num_heads": 2, "segment_lengths": (32, 64), "dilation_rates": (1, 2)}
+    rate = matmul_rate(job.device)
+    for tokens in (128, 256) if tiny else LONGNET_TOKENS:
+        torch.manual_seed(0)
+        checkpointing = "attention" if tokens > 32768 else False
+        config = LongNetConfig(**(small if tiny else {}), checkpointing=checkpointing)
+        model = LongNetLM(config).to(job.device)
+        ids = torch.randint(config.vocab_size, (1, tokens + 1), device=job.device)
+        _check_longnet(job, model, ids[:, :257])
+
+        def step(model: LongNetLM = model, ids: Tensor = ids) -> None:
+            with torch.autocast(job.device, dtype=torch.bfloat16, enabled=job.device == "cuda"):
+                loss = model.loss(ids[:, :-1], ids[:, 1:])
+            loss.backward()
+            model.zero_grad()
+
+        times = timed(job, {"ours": step}, 2 if job.quick else 5)
+        row = row_of(job, tokens, times, {"ours": peak(job, step)})
+        row["tokens_per_second"] = tokens / times["ours"]
+        row["share_of_matmul_rate"] = flops_of_token(model, tokens) * row["tokens_per_second"] / rate
+        rows.append(row)
+    return {"matmul_flops": rate, "rows": rows}
+
+
+def _check_longnet(job: Job, model: LongNetLM, ids: Tensor) -> None:
+    """The loss against that of the reference in float64."""
+    exact = LongNetLM(LongNetConfig(**{**vars(model.config), "backend": "reference"})).to(job.device).double()
+    exact.load_state_dict({name: x.double() for name, x in model.state_dict().items()})
+    with torch.no_grad():
+        losses = [each.loss(ids[:, :-1], ids[:, 1:]) for each in (model, exact)]
+    error = float((losses[0] - losses[1]).abs() / losses[1])
+    job.gate.accept(f"a loss of {ids.shape[1] - 1} tokens", "ours", "float64", error, 1e-4)
+
+
+KINDS = {
+    "attention": ("forward_kernel", "backward_kernel", "dq_kernel", "dkv_kernel", "rows_kernel", "flash", "attention"),
+    "matrices": ("gemm", "cutlass", "nvjet", "addmm", "aten::mm", "aten::linear"),
+}
+
+
+def profiled(job: Job, step: Callable[[], object]) -> None:
+    """Where the time of a step goes, as a Chrome trace and as a line."""
+    on_gpu = job.device == "cuda"
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu
+    began = perf_counter()
+    with profile(activities=activities) as seen:
+        step()
+        if on_gpu:
+            torch.cuda.synchronize()
+    whole = 1e6 * (perf_counter() - began)
+    seen.export_chrome_trace(str(job.args.profile))
+    spent = dict.fromkeys((*KINDS, "other"), 0.0)
+    for event in seen.key_averages():
+        took = event.self_device_time_total if on_gpu else event.self_cpu_time_total
+        kind = next((k for k, words in KINDS.items() if any(w in event.key.lower() for w in words)), "other")
+        spent[kind] += took
+    shares = {name: took / whole for name, took in spent.items()}
+    shares["nothing on the device" if on_gpu else "unaccounted"] = max(0.0, 1 - sum(shares.values()))
+    job.say("a step: " + ", ".join(f"{name} {share:.0%}" for name, share in shares.items()))
+    job.say(json.dumps(shares))
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--profile", type=Path, help="write a Chrome trace of a training step there")
+
+
+BENCHMARK = Benchmark(
+    name="models",
+    about=__doc__,
+    sections={"prefill": prefill, "generation": generation, "training": training, "longnet": longnet},
+    devices=("cpu", "cuda"),
+    options=options,
+)
+
+
+if __name__ == "__main__":
+    raise SystemExit(run(BENCHMARK))

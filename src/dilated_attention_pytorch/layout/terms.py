@@ -1,0 +1,214 @@
+"""A pattern as a union of terms, each one token interval and any number of other rules that must all hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import singledispatch
+from itertools import product
+from math import prod
+
+from ..patterns import (
+    And,
+    Chunks,
+    Documents,
+    Full,
+    GlobalTokens,
+    Or,
+    Pattern,
+    PerHead,
+    RangePattern,
+    SlidingWindow,
+)
+from ..patterns.blocks import BlockPattern
+from ..patterns.ranges import KeysBetween, QueriesBetween, runs_of
+from ..patterns.space import GridPattern
+from ..patterns.tokens import EVERYTHING, UNBOUNDED, Interval
+from .rules import NOTHING
+
+# A block's rule is the set of intervals that reach it, so the table has a row for every set.
+MAX_INTERVALS = 6
+
+# An intersection of unions has a term for every choice of one part of each.
+MAX_TERMS = 64
+
+
+# Intervals that are a whole pattern, and its name.
+WHOLE = {EVERYTHING: "full", EVERYTHING & Interval(right=0): "causal"}
+
+
+@dataclass(frozen=True)
+class Term:
+    """Allowed where the interval allows, every range, every block rule and every pattern of a grid.
+
+    A union with a grid in it is built by `layout.pairs`.
+    """
+
+    interval: Interval
+    rules: tuple[BlockPattern, ...] = ()
+    ranges: tuple[RangePattern, ...] = ()
+    grids: tuple[GridPattern, ...] = ()
+
+    @property
+    def may_skip(self) -> bool:
+        """Whether its tokens may leave out a block between the first key that a row of blocks sees and the last.
+
+        They do not where every query sees itself or nothing, nor where a range is the same for all.
+        """
+        moving = [rule for rule in self.ranges if not isinstance(rule, KeysBetween)]
+        of_itself = all(isinstance(rule, Chunks | Documents) for rule in moving)
+        left, right = self.interval.left, self.interval.right
+        unbounded = left == right == UNBOUNDED and len(self.ranges) == 1 and not self.ranges[0].may_skip
+        return bool(moving) and not unbounded and not (of_itself and min(left, right) >= 0)
+
+
+@singledispatch
+def terms_of(pattern: Pattern) -> list[Term]:
+    """The pattern as a union of terms."""
+    raise TypeError(f"no layout can be built from a pattern of type {type(pattern).__name__}")
+
+
+@terms_of.register
+def _(pattern: Full) -> list[Term]:
+    return [Term(EVERYTHING)]
+
+
+@terms_of.register
+def _(pattern: SlidingWindow) -> list[Term]:
+    left, right = (
+        UNBOUNDED if bound is None else max(-UNBOUNDED, min(bound, UNBOUNDED))
+        for bound in (pattern.left, pattern.right)
+    )
+    return [Term(Interval(left, right))]
+
+
+@terms_of.register
+def _(pattern: GlobalTokens) -> list[Term]:
+    count, terms = min(pattern.count, UNBOUNDED), []
+    if count:
+        terms = [Term(Interval(key_stop=count)), Term(Interval(query_stop=count))][: 1 + pattern.queries]
+    for run in runs_of([position for position in pattern.at if position >= pattern.count]):
+        terms.append(Term(EVERYTHING, ranges=(KeysBetween(*run),)))
+        if pattern.queries:
+            terms.append(Term(EVERYTHING, ranges=(QueriesBetween(*run),)))
+    return terms
+
+
+@terms_of.register
+def _(pattern: RangePattern) -> list[Term]:
+    return [Term(EVERYTHING, ranges=(pattern,))]
+
+
+@terms_of.register
+def _(pattern: GridPattern) -> list[Term]:
+    return [Term(EVERYTHING, grids=(pattern,))]
+
+
+@terms_of.register
+def _(pattern: BlockPattern) -> list[Term]:
+    return [Term(EVERYTHING, (pattern,))]
+
+
+@terms_of.register
+def _(pattern: Or) -> list[Term]:
+    return list(dict.fromkeys(term for part in pattern.parts for term in terms_of(part)))
+
+
+@terms_of.register
+def _(pattern: And) -> list[Term]:
+    joined = []
+    parts = [terms_of(part) for part in pattern.parts]
+    if prod(map(len, parts)) > MAX_TERMS:
+        raise ValueError(f"a pattern may be a union of at most {MAX_TERMS} parts once written out, got {pattern}")
+    for choice in product(*parts):
+        interval = EVERYTHING
+        for term in choice:
+            interval = interval & term.interval
+        interval = NOTHING if interval.left + interval.right < 0 else interval
+        rules = dict.fromkeys(rule for term in choice for rule in term.rules)
+        ranges, grids = (
+            sorted(set().union(*(getattr(term, name) for term in choice)), key=lambda each: each.text)
+            for name in ("ranges", "grids")
+        )
+        joined.append(Term(interval, tuple(rules), tuple(ranges), tuple(grids)))
+    return list(dict.fromkeys(joined))
+
+
+def kind_of(pattern: Pattern, lengths: tuple[int, int] | None = None) -> str | None:
+    """`BlockLayout.kind`: "full" or "causal" if the pattern is that for all heads; with seq_q and seq_k, if it is that
+    for these lengths, as a window is that reaches from one end to the other."""
+    heads = set(pattern.patterns) if isinstance(pattern, PerHead) else {pattern}
+    kinds = {_kind_of_terms(terms_of(head), lengths) for head in heads}
+    return kinds.pop() if len(kinds) == 1 else None
+
+
+def _kind_of_terms(terms: Iterable[Term], lengths: tuple[int, int] | None) -> str | None:
+    terms = [term for term in terms if term.interval != NOTHING]
+    intervals = [term.interval if lengths is None else _within(term.interval, *lengths) for term in terms]
+    alone = {WHOLE.get(each) for term, each in zip(terms, intervals, strict=True) if term == Term(term.interval)}
+    if "full" in alone:
+        return "full"
+    return "causal" if "causal" in alone and all(each.right <= 0 for each in intervals) else None
+
+
+def _within(interval: Interval, seq_q: int, seq_k: int) -> Interval:
+    """Without the bounds that no query and key of these lengths come to."""
+    left, right, key_stop, query_stop, key_range = interval
+    return Interval(
+        UNBOUNDED if left >= seq_k - 1 else left,
+        UNBOUNDED if right >= max(seq_q - 1, 1) else right,
+        UNBOUNDED if key_stop >= seq_k else key_stop,
+        UNBOUNDED if query_stop >= seq_k else query_stop,
+        key_range,
+    )
+
+
+def ranges_of(pattern: Pattern) -> set[RangePattern]:
+    """The different rules of a pattern that are ranges."""
+    return {rule for rule in _rules_of(pattern) if isinstance(rule, RangePattern)}
+
+
+def grids_of(pattern: Pattern) -> set[GridPattern]:
+    """The different rules of a pattern that are those of a grid."""
+    return {rule for rule in _rules_of(pattern) if isinstance(rule, GridPattern)}
+
+
+def check_grids(pattern: Pattern, seq_k: int) -> None:
+    """Those of a pattern must be grids of so many tokens."""
+    for grid in sorted(grids_of(pattern), key=lambda each: each.text):
+        if grid.total != seq_k:
+            raise ValueError(
+                f"prefix and shape of {type(grid).__name__} must have seq_k = {seq_k} tokens together, got "
+                f"{grid.prefix} and {grid.shape}, which are {grid.total}"
+            )
+
+
+def has_ranges(pattern: Pattern) -> bool:
+    """Whether one of its terms has: `Term.ranges`."""
+    rules = _rules_of(pattern)
+    return any(isinstance(rule, RangePattern) or (isinstance(rule, GlobalTokens) and rule.at) for rule in rules)
+
+
+def _rules_of(pattern: Pattern) -> set[Pattern]:
+    parts = getattr(pattern, "parts", ()) or getattr(pattern, "patterns", ())
+    return set().union(*(_rules_of(part) for part in parts)) if parts else {pattern}
+
+
+def numbered(of_heads: Iterable[list[Term]]) -> tuple[list[list[Term]], list[tuple[RangePattern, ...]]]:
+    """The terms of each head, whose intervals now name their range by its number, and the ranges in that order."""
+    found: dict[tuple[RangePattern, ...], int] = {(): 0}
+    heads = []
+    for terms in of_heads:
+        numbers = [found.setdefault(term.ranges, len(found)) for term in terms]
+        heads.append(
+            [replace(t, interval=t.interval._replace(key_range=n)) for t, n in zip(terms, numbers, strict=True)]
+        )
+    return heads, list(found)[1:]
+
+
+def rule_table(intervals: list[Interval]) -> list[list[Interval]]:
+    """Every set of intervals as one rule: number `bits − 1` holds the intervals whose bit is set."""
+    return [
+        [interval if bits >> i & 1 else NOTHING for i, interval in enumerate(intervals)]
+        for bits in range(1, 1 << len(intervals))
+    ]
