@@ -87,11 +87,10 @@ class HeadLists:
 
 @gluon.jit
 def _fetch(
-    own_a, own_b, stream_a, stream_b, of_rows, batch, rings, lists, head_lists, steps,
+    own_a, own_b, stream_a, stream_b, of_rows, batch, rings, lists, head_lists,
     D: gl.constexpr, OF_KEYS: gl.constexpr,
 ):  # fmt: skip
     own, stream = rings.own, rings.stream
-    own_step_a, own_step_b, step_a, step_b = steps
     tile_heads = lists.heads // lists.group if OF_KEYS else lists.heads
     STREAM: gl.constexpr = lists.STREAM
     PARTS: gl.constexpr = lists.BLOCK // STREAM
@@ -103,10 +102,8 @@ def _fetch(
         tile = lists.tile(turn, tile_heads, first_list_head)
         bar = own.acquire(turn, 2 * TILE * D * BYTES)
         for half in gl.static_range(2):
-            row, column = tile.row + half * ROWS, tile.head * D
-            at = [tile.sample, row, column + tile.residue * own_step_a]
+            at = [tile.sample, tile.row + half * ROWS, tile.residue, tile.head, 0]
             load_block(own_a, at, bar, as_block(own.buffers.index(half), own_a))
-            at = [tile.sample, row, column + tile.residue * own_step_b]
             load_block(own_b, at, bar, as_block(rings.own_b.index(half), own_b))
         for member in range(lists.group if OF_KEYS else 1):
             other = tile.head * lists.group + member if OF_KEYS else tile.head // lists.group
@@ -122,9 +119,8 @@ def _fetch(
                     load_block(of_rows, [of_head, first], bar, rings.lse.index(place))
                     of_head += batch * lists.heads
                     load_block(of_rows, [of_head, first], bar, rings.delta.index(place))
-                at = [tile.sample, row, other * D + residue * step_a]
+                at = [tile.sample, row, residue, other, 0]
                 load_block(stream_a, at, bar, as_block(stream.buffers.index(place), stream_a))
-                at = [tile.sample, row, other * D + residue * step_b]
                 load_block(stream_b, at, bar, as_block(rings.stream_b.index(place), stream_b))
                 step += 1
 
@@ -383,7 +379,7 @@ def backward_kernel(
     q, k, v, grad, of_rows, lse, delta, dq, dk, dv,
     offsets, splits, indices, rule_ids, work, rules, documents, branches, padding, document_ids, seed, slopes,
     batch, heads, group, seq_q, seq_k, num_blocks, lists_per_sample, heads_per_list, num_intervals, num_branches,
-    num_residues, total_tiles, tiles_per_head, first_tile, tile_order, walked, q_step, k_step, v_step, g_step,
+    num_residues, total_tiles, tiles_per_head, first_tile, tile_order, walked,
     scale, scale_out, cap, threshold, keep_scale,
     D: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, STREAM: gl.constexpr, NUM_STAGES: gl.constexpr,
     NEGATIVE_SCALE: gl.constexpr, HAS_RULE_IDS: gl.constexpr, ONE_INTERVAL: gl.constexpr, DOCUMENTS: gl.constexpr,
@@ -421,16 +417,14 @@ def backward_kernel(
     )  # fmt: skip
     mods = ScoreMods(scale, cap, slopes, seed, threshold, keep_scale, NEGATIVE_SCALE, SOFTCAP, ALIBI, DROPOUT)
     if OF_KEYS:
-        steps = (k_step, v_step, q_step, g_step)
         gl.warp_specialize([
             (_compute_dkv, (0, dk, dv, scale_out, rings, lists, head_lists, masks, mods, D)),
             (_compute_dkv, (1, dk, dv, scale_out, rings, lists, head_lists, masks, mods, D)),
-            (_fetch, (k, v, q, grad, of_rows, batch, rings, lists, head_lists, steps, D, True)),
+            (_fetch, (k, v, q, grad, of_rows, batch, rings, lists, head_lists, D, True)),
         ], [4, 1], [COMPUTE_REGS, FETCH_REGS])  # fmt: skip
     else:
-        steps = (q_step, g_step, k_step, v_step)
         gl.warp_specialize([
             (_compute_dq, (0, dq, lse, delta, scale_out, rings, lists, masks, mods, D)),
             (_compute_dq, (1, dq, lse, delta, scale_out, rings, lists, masks, mods, D)),
-            (_fetch, (q, grad, k, v, of_rows, batch, rings, lists, head_lists, steps, D, False)),
+            (_fetch, (q, grad, k, v, of_rows, batch, rings, lists, head_lists, D, False)),
         ], [4, 1], [COMPUTE_REGS, FETCH_REGS])  # fmt: skip

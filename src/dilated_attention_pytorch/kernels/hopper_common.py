@@ -50,19 +50,32 @@ COMPUTE_REGS, FETCH_REGS = gl.constexpr(240), gl.constexpr(24)  # of a thread
 
 VARYING_STEPS = (
     "total_tiles", "tiles_per_head", "first_tile", "tile_order", "batch", "walked",
-    "q_step", "k_step", "v_step", "g_step",
 )  # fmt: skip
 
 
-def describe(x: Tensor, rows: int, num_residues: int) -> TensorDescriptor:
-    """For the copy engine: `rows` tokens of one head of x [batch, seq, heads, D], every `num_residues`-th.
+def describe(x: Tensor, rows: int, num_residues: int, width: int) -> TensorDescriptor:
+    """For the copy engine: boxes of `rows` tokens of one head of x [batch, seq, heads, D], every `num_residues`-th.
 
-    Those ≡ r modulo `num_residues` lie in the columns from `r · x.stride(1)` on.
+    Coordinates are (sample, row of the residue class, residue, head, 0). A box may be wider than the head: what lies
+    beyond it is filled with zeros and never written. Whole boxes count among the bytes that a barrier expects.
     """
     batch, seq, heads, head_dim = x.shape
-    of_sample, step = x.stride()[:2]
-    shape = batch, seq // num_residues, (num_residues - 1) * step + heads * head_dim
-    return _described(x, shape, (of_sample, step * num_residues, 1), (1, rows, head_dim))
+    of_sample, of_token, of_head = tma_strides(x)
+    shape = batch, seq // num_residues, num_residues, heads, head_dim
+    return _described(x, shape, (of_sample, of_token * num_residues, of_token, of_head, 1), (1, rows, 1, 1, width))
+
+
+def tma_strides(x: Tensor) -> list[int]:
+    """Steps to the next sample, token and head; where there is no next one, some step that the copy engine takes."""
+    return [
+        step if size > 1 else 16 // x.dtype.itemsize for size, step in zip(x.shape[:3], x.stride()[:3], strict=True)
+    ]
+
+
+def tma_compatible(x: Tensor) -> bool:
+    """The copy engine takes steps and addresses of 16 bytes."""
+    whole = 16 // x.dtype.itemsize
+    return all(step > 0 and step % whole == 0 for step in tma_strides(x)) and x.data_ptr() % 16 == 0
 
 
 def describe_rows(of_rows: Tensor, num: int) -> TensorDescriptor:
@@ -92,7 +105,7 @@ def _described(x: Tensor, shape: Sequence[int], strides: Sequence[int], block: S
 
 @gluon.jit
 def as_block(buffer, descriptor):
-    """A buffer [rows, D] in the shape of a descriptor's block, [1, rows, D]."""
+    """A buffer [rows, D] in the shape of a descriptor's box, [1, rows, 1, 1, D]."""
     if RENAMED:
         block = buffer.reinterpret(descriptor.dtype, descriptor.block_type.shape, descriptor.layout)
     else:

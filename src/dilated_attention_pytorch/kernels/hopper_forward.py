@@ -76,9 +76,8 @@ class Rings:
 
 
 @gluon.jit
-def _fetch(q, k, v, rings, lists, steps, D: gl.constexpr):
+def _fetch(q, k, v, rings, lists, D: gl.constexpr):
     queries, keys, values = rings.queries, rings.keys, rings.values
-    q_step, k_step, v_step = steps
     TILE_K: gl.constexpr = lists.STREAM
     PARTS: gl.constexpr = lists.BLOCK // TILE_K
     step, turns = 0, lists.turns()
@@ -90,9 +89,9 @@ def _fetch(q, k, v, rings, lists, steps, D: gl.constexpr):
         bar = queries.acquire(turn, TILE * D * BYTES)
         for half in gl.static_range(2):
             buffer = queries.buffers.index(2 * queries.place(turn) + half)
-            at = [tile.sample, tile.row + half * ROWS, tile.head * D + tile.residue * q_step]
+            at = [tile.sample, tile.row + half * ROWS, tile.residue, tile.head, 0]
             load_block(q, at, bar, as_block(buffer, q))
-        column = tile.head // lists.group * D
+        head = tile.head // lists.group
         num = gl.maximum((tile.stop - tile.start) * PARTS, 1)
         for i in range(num):
             ends = i + 1 == num
@@ -100,10 +99,9 @@ def _fetch(q, k, v, rings, lists, steps, D: gl.constexpr):
             next_block = gl.load(lists.indices + entry, mask=entry < gl.where(ends, next_tile.stop, tile.stop), other=0)
             residue, row = lists.part(block, i)
             bar = keys.acquire(step, TILE_K * D * BYTES)
-            at = [tile.sample, row, column + residue * k_step]
+            at = [tile.sample, row, residue, head, 0]
             load_block(k, at, bar, as_block(keys.buffers.index(keys.place(step)), k))
             bar = values.acquire(step, TILE_K * D * BYTES)
-            at = [tile.sample, row, column + residue * v_step]
             load_block(v, at, bar, as_block(values.buffers.index(values.place(step)), v))
             step += 1
             block = next_block
@@ -362,8 +360,7 @@ def _compute(WHO: gl.constexpr, out, lse, rings, lists, masks, mods, D: gl.const
         acc = acc * gl.expand_dims(gl.convert_layout(inverse, gl.SliceLayout(1, ACC)), 1)
         q.store(acc.to(dtype))  # these queries have served; no other warpgroup reads them
         fence_async_shared()
-        at = [tile.sample, tile.row + WHO * ROWS, (tile.residue * lists.heads + tile.head) * D]
-        store_block(out, at, as_block(q, out))
+        store_block(out, [tile.sample, tile.row + WHO * ROWS, tile.residue, tile.head, 0], as_block(q, out))
         row_lse = gl.where(empty, float("-inf"), (row_max + gl.log2(row_sum)) * 0.6931471805599453)
         of_head = (tile.sample.to(gl.int64) * lists.heads + tile.head) * masks.seq_q
         gl.store(lse + of_head + rows.token, row_lse, mask=rows.token < masks.seq_q)
@@ -379,7 +376,7 @@ def forward_kernel(
     q, k, v, out, lse,
     indices, rule_ids, work, rules, documents, branches, padding, document_ids, seed, slopes,
     heads, group, seq_q, seq_k, num_blocks, lists_per_sample, heads_per_list, num_intervals, num_branches, num_residues,
-    total_tiles, tiles_per_head, first_tile, tile_order, walked, q_step, k_step, v_step,
+    total_tiles, tiles_per_head, first_tile, tile_order, walked,
     scale, cap, threshold, keep_scale,
     D: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, TILE_K: gl.constexpr,
     Q_STAGES: gl.constexpr, KV_STAGES: gl.constexpr, NEGATIVE_SCALE: gl.constexpr,
@@ -388,7 +385,7 @@ def forward_kernel(
     DROPOUT: gl.constexpr,
 ):  # fmt: skip
     """`q`, `k`, `v` and `out` are what `describe` makes; `total_tiles` to `tile_order` are a `TileSchedule`, `walked`
-    is the number of key blocks of a residue class, and steps lead from one class to the next."""
+    is the number of key blocks of a residue class."""
     ROW_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], q.dtype)
     KEY_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE_K, D], q.dtype)
     q_buffers = gl.allocate_shared_memory(q.dtype, [2 * Q_STAGES, ROWS, D], ROW_LAYOUT)
@@ -415,5 +412,5 @@ def forward_kernel(
     gl.warp_specialize([
         (_compute, (0, out, lse, rings, lists, masks, mods, D)),
         (_compute, (1, out, lse, rings, lists, masks, mods, D)),
-        (_fetch, (q, k, v, rings, lists, (q_step, k_step, v_step), D)),
+        (_fetch, (q, k, v, rings, lists, D)),
     ], [4, 1], [COMPUTE_REGS, FETCH_REGS])  # fmt: skip

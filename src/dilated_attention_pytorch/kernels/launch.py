@@ -311,8 +311,7 @@ class Call:
                 hopper_forward.forward_kernel, (programs,),
                 (*described, lse, *self._by_query(), *self.masks, self.slopes),
                 (*self.sizes, layout.num_q_blocks, *self.list_sizes, *schedule,
-                 layout.num_k_blocks // layout.num_residues, *(x.stride(1) for x in (self.q, self.k, self.v)),
-                 self.exp_scale, self.cap, *self.dropout),
+                 layout.num_k_blocks // layout.num_residues, self.exp_scale, self.cap, *self.dropout),
                 **self._hopper_flags(), TILE_K=tile_k, Q_STAGES=q_stages, KV_STAGES=kv_stages,
                 num_warps=4, maxnreg=168,
             )  # fmt: skip
@@ -332,15 +331,14 @@ class Call:
             num_blocks, walked = layout.num_q_blocks, layout.num_k_blocks
             tiles, heads = layout.block_q // 128, self.heads
         of_q, of_k = (stream, 64) if of_keys else (64, stream)
-        inputs = (self.q, self.k, self.v, do)
-        described = self._described(inputs, (of_q, of_k, of_k, of_q))
+        described = self._described((self.q, self.k, self.v, do), (of_q, of_k, of_k, of_q))
         described.append(hopper_common.describe_rows(of_rows[0], stream))
         for programs, schedule in self._schedules(num_blocks, tiles, heads):
             self._launch(
                 hopper_backward.backward_kernel, (programs,),
                 (*described, *of_rows[1:], dq, dk, dv, *lists.tensors(), work, *self.masks, self.slopes),
                 (self.batch, *self.sizes, num_blocks, *self.list_sizes, *schedule, walked // layout.num_residues,
-                 *(x.stride(1) for x in inputs), self.exp_scale, self.scale, self.cap, *self.dropout),
+                 self.exp_scale, self.scale, self.cap, *self.dropout),
                 **self._hopper_flags(), STREAM=stream, NUM_STAGES=num_stages, OWN_LISTS=self.own_lists, OF_KEYS=of_keys,
                 num_warps=4, maxnreg=168,
             )  # fmt: skip
@@ -352,7 +350,8 @@ class Call:
 
     def _described(self, tensors: Sequence[Tensor], rows: Sequence[int]) -> list[Any]:
         """For the Hopper kernels' copies of so many rows."""
-        return [hopper_common.describe(x, num, self.layout.num_residues) for x, num in zip(tensors, rows, strict=True)]
+        of_class = self.layout.num_residues
+        return [hopper_common.describe(x, num, of_class, x.shape[3]) for x, num in zip(tensors, rows, strict=True)]
 
     def _hopper_flags(self) -> dict[str, Any]:
         unknown = ("PADDED_D", "D_V", "PADDED_D_V", "PRECISION", "BASE_E")
@@ -420,7 +419,7 @@ def _plain_reason(
     # The copy engine reaches the tokens of a residue class where all classes are equally long.
     if layout.seq_q % layout.num_residues or layout.seq_k % layout.num_residues:
         return "the dilation rates do not divide the sequence"
-    if not all(map(_tma_compatible, tensors)):
+    if not all(map(hopper_common.tma_compatible, tensors)):
         return "the copy engine cannot read these strides or addresses"
     return None
 
@@ -463,7 +462,7 @@ def _tma_descriptor(x: Tensor, tile: int) -> TensorDescriptor:
 
 
 def _tma_compatible(x: Tensor) -> bool:
-    """The copy engine takes heads side by side, and steps and addresses of 16 bytes."""
+    """As the plain kernels describe tensors: heads side by side, and steps and addresses of 16 bytes."""
     whole, (of_sample, of_token, of_head, _) = 16 // x.dtype.itemsize, x.stride()
     steps = of_sample > 0 and of_token > 0 and of_sample % whole == 0 and of_token % whole == 0
     return steps and (x.shape[2] == 1 or of_head == x.shape[3]) and x.data_ptr() % 16 == 0
