@@ -88,19 +88,19 @@ class HeadLists:
 @gluon.jit
 def _fetch(
     own_a, own_b, stream_a, stream_b, of_rows, batch, rings, lists, head_lists,
-    D: gl.constexpr, OF_KEYS: gl.constexpr,
+    D: gl.constexpr, D_V: gl.constexpr, OF_KEYS: gl.constexpr,
 ):  # fmt: skip
     own, stream = rings.own, rings.stream
     tile_heads = lists.heads // lists.group if OF_KEYS else lists.heads
     STREAM: gl.constexpr = lists.STREAM
     PARTS: gl.constexpr = lists.BLOCK // STREAM
-    STREAM_BYTES: gl.constexpr = 2 * STREAM * D * BYTES + (2 * STREAM * 4 if OF_KEYS else 0)
+    STREAM_BYTES: gl.constexpr = STREAM * (D + D_V) * BYTES + (2 * STREAM * 4 if OF_KEYS else 0)
     step = 0
     for turn in range(lists.turns()):
         # A tile of keys is walked by every query head of its key head, a tile of queries by its key head alone.
         first_list_head = lists.group if OF_KEYS else 1
         tile = lists.tile(turn, tile_heads, first_list_head)
-        bar = own.acquire(turn, 2 * TILE * D * BYTES)
+        bar = own.acquire(turn, TILE * (D + D_V) * BYTES)
         for half in gl.static_range(2):
             at = [tile.sample, tile.row + half * ROWS, tile.residue, tile.head, 0]
             load_block(own_a, at, bar, as_block(own.buffers.index(half), own_a))
@@ -126,11 +126,15 @@ def _fetch(
 
 
 @gluon.jit
-def _store(x, value, tile, row, head, seq, heads, column, D: gl.constexpr):
-    """Rows of one head of a contiguous [batch, seq, heads, D]."""
-    at = ((tile.sample.to(gl.int64) * seq + row) * heads + head) * D
-    at = gl.expand_dims(at, 1) + gl.expand_dims(column, 0)
-    gl.store(x + at, value.to(x.dtype.element_ty), mask=gl.expand_dims(row < seq, 1))
+def _store(x, value, tile, row, head, seq, heads, WIDTH: gl.constexpr):
+    """Rows of one head of a contiguous [batch, seq, heads, WIDTH], of a tile that may be wider."""
+    lane: gl.constexpr = gl.SliceLayout(0, value.type.layout)
+    column = gl.expand_dims(gl.arange(0, value.shape[1], lane), 0)
+    at = ((tile.sample.to(gl.int64) * seq + row) * heads + head) * WIDTH
+    mask = gl.expand_dims(row < seq, 1)
+    if value.shape[1] > WIDTH:
+        mask = mask & (column < WIDTH)
+    gl.store(x + (gl.expand_dims(at, 1) + column), value.to(x.dtype.element_ty), mask=mask)
 
 
 @gluon.jit
@@ -143,7 +147,8 @@ def _modify(scores, query, key, origin, slope, masks, mods):
 
 @gluon.jit
 def _compute_dkv(
-    WHO: gl.constexpr, dk, dv, scale_out, rings, lists, head_lists, masks, mods, D: gl.constexpr
+    WHO: gl.constexpr, dk, dv, scale_out, rings, lists, head_lists, masks, mods,
+    D: gl.constexpr, D_V: gl.constexpr, WIDTH: gl.constexpr, WIDTH_V: gl.constexpr,
 ):  # fmt: skip
     stream = rings.stream
     STREAM: gl.constexpr = lists.STREAM
@@ -151,7 +156,9 @@ def _compute_dkv(
     DILATED: gl.constexpr = lists.DILATED
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STREAM, 16])  # keys × queries
     GRADS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    GRADS_V: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D_V, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, GRADS, 2)
+    OPERAND_V: gl.constexpr = gl.DotOperandLayout(0, GRADS_V, 2)
     HAS_CALL_MASK: gl.constexpr = masks.PADDING or masks.DOCUMENT_IDS
     HAS_SCORE_MODS: gl.constexpr = mods.SOFTCAP or mods.ALIBI
     # A key is seen by `reach` queries after `first` too, whatever the block.
@@ -174,7 +181,7 @@ def _compute_dkv(
         if mods.DROPOUT:
             key_hash = dropout_key_hash(mods.seed, key, tile.row)
         dkeys = gl.zeros([ROWS, D], gl.float32, GRADS)
-        dvalues = gl.zeros([ROWS, D], gl.float32, GRADS)
+        dvalues = gl.zeros([ROWS, D_V], gl.float32, GRADS_V)
         rings.own.wait(turn)
         for member in range(lists.group):
             head = tile.head * lists.group + member
@@ -237,7 +244,7 @@ def _compute_dkv(
                             keeps = dropout_keeps(query_hash, key_hash, mods.threshold)
                             weights = gl.where(keeps, weights, -weights)
                         dropped = gl.where(weights < 0.0, 0.0, weights)  # NaN is not lost
-                    operand = gl.convert_layout(dropped.to(dtype), OPERAND)
+                    operand = gl.convert_layout(dropped.to(dtype), OPERAND_V)
                     if mods.SOFTCAP:
                         weights *= softcap_grad
                     row_delta = as_row(rings.delta.index(place)).load(gl.SliceLayout(0, SCORES))
@@ -255,18 +262,19 @@ def _compute_dkv(
                     stream.release(step)
                     step += 1
         rings.own.release(turn)
-        lane = gl.arange(0, ROWS, gl.SliceLayout(1, GRADS))
-        column = gl.arange(0, D, gl.SliceLayout(0, GRADS))
-        token = lists.token(tile.row + WHO * ROWS + lane, tile.residue)
         if mods.DROPOUT:  # what all kept weights are multiplied by
             dkeys, dvalues = dkeys * mods.keep_scale, dvalues * mods.keep_scale
-        _store(dk, dkeys * scale_out, tile, token, tile.head, masks.seq_k, heads_kv, column, D)
-        _store(dv, dvalues, tile, token, tile.head, masks.seq_k, heads_kv, column, D)
+        lane = gl.arange(0, ROWS, gl.SliceLayout(1, GRADS))
+        token = lists.token(tile.row + WHO * ROWS + lane, tile.residue)
+        _store(dk, dkeys * scale_out, tile, token, tile.head, masks.seq_k, heads_kv, WIDTH)
+        lane = gl.arange(0, ROWS, gl.SliceLayout(1, GRADS_V))
+        token = lists.token(tile.row + WHO * ROWS + lane, tile.residue)
+        _store(dv, dvalues, tile, token, tile.head, masks.seq_k, heads_kv, WIDTH_V)
 
 
 @gluon.jit
 def _compute_dq(
-    WHO: gl.constexpr, dq, lse, delta, scale_out, rings, lists, masks, mods, D: gl.constexpr
+    WHO: gl.constexpr, dq, lse, delta, scale_out, rings, lists, masks, mods, D: gl.constexpr, WIDTH: gl.constexpr
 ):  # fmt: skip
     stream = rings.stream
     STREAM: gl.constexpr = lists.STREAM
@@ -367,11 +375,10 @@ def _compute_dq(
                 step += 1
         rings.own.release(turn)
         lane = gl.arange(0, ROWS, gl.SliceLayout(1, GRADS))
-        column = gl.arange(0, D, gl.SliceLayout(0, GRADS))
         token = lists.token(tile.row + WHO * ROWS + lane, tile.residue)
         if mods.DROPOUT:
             dqueries = dqueries * mods.keep_scale
-        _store(dq, dqueries * scale_out, tile, token, tile.head, masks.seq_q, lists.heads, column, D)
+        _store(dq, dqueries * scale_out, tile, token, tile.head, masks.seq_q, lists.heads, WIDTH)
 
 
 @gluon.jit(do_not_specialize=[*VARYING, *VARYING_STEPS])
@@ -381,21 +388,25 @@ def backward_kernel(
     batch, heads, group, seq_q, seq_k, num_blocks, lists_per_sample, heads_per_list, num_intervals, num_branches,
     num_residues, total_tiles, tiles_per_head, first_tile, tile_order, walked,
     scale, scale_out, cap, threshold, keep_scale,
-    D: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, STREAM: gl.constexpr, NUM_STAGES: gl.constexpr,
+    D: gl.constexpr, D_V: gl.constexpr, WIDTH: gl.constexpr, WIDTH_V: gl.constexpr,
+    BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, STREAM: gl.constexpr, NUM_STAGES: gl.constexpr,
     NEGATIVE_SCALE: gl.constexpr, HAS_RULE_IDS: gl.constexpr, ONE_INTERVAL: gl.constexpr, DOCUMENTS: gl.constexpr,
     PADDING: gl.constexpr, DOCUMENT_IDS: gl.constexpr, DILATED: gl.constexpr, SOFTCAP: gl.constexpr,
     ALIBI: gl.constexpr, DROPOUT: gl.constexpr, OWN_LISTS: gl.constexpr, OF_KEYS: gl.constexpr,
 ):  # fmt: skip
     """dk and dv (OF_KEYS; the lists are those by key) or dq.
 
-    `q`, `k`, `v` and `grad` are descriptors, and `of_rows` one of `lse` and `delta` together.
+    `q`, `k`, `v` and `grad` are descriptors, and `of_rows` one of `lse` and `delta` together. D and D_V are the widths
+    of boxes, WIDTH and WIDTH_V those of heads.
     """
     OWN_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], q.dtype)
+    OWN_LAYOUT_V: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D_V], q.dtype)
     STREAM_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([STREAM, D], q.dtype)
+    STREAM_LAYOUT_V: gl.constexpr = gl.NVMMASharedLayout.get_default_for([STREAM, D_V], q.dtype)
     own_a = gl.allocate_shared_memory(q.dtype, [2, ROWS, D], OWN_LAYOUT)
-    own_b = gl.allocate_shared_memory(q.dtype, [2, ROWS, D], OWN_LAYOUT)
+    own_b = gl.allocate_shared_memory(q.dtype, [2, ROWS, D_V], OWN_LAYOUT_V)
     stream_a = gl.allocate_shared_memory(q.dtype, [NUM_STAGES, STREAM, D], STREAM_LAYOUT)
-    stream_b = gl.allocate_shared_memory(q.dtype, [NUM_STAGES, STREAM, D], STREAM_LAYOUT)
+    stream_b = gl.allocate_shared_memory(q.dtype, [NUM_STAGES, STREAM, D_V], STREAM_LAYOUT_V)
     lse_rows = gl.allocate_shared_memory(gl.float32, [NUM_STAGES, 1, STREAM], of_rows.layout)
     delta_rows = gl.allocate_shared_memory(gl.float32, [NUM_STAGES, 1, STREAM], of_rows.layout)
     own = Ring(own_a, new_barriers(1), new_barriers(1), gl.constexpr(1))
@@ -418,13 +429,13 @@ def backward_kernel(
     mods = ScoreMods(scale, cap, slopes, seed, threshold, keep_scale, NEGATIVE_SCALE, SOFTCAP, ALIBI, DROPOUT)
     if OF_KEYS:
         gl.warp_specialize([
-            (_compute_dkv, (0, dk, dv, scale_out, rings, lists, head_lists, masks, mods, D)),
-            (_compute_dkv, (1, dk, dv, scale_out, rings, lists, head_lists, masks, mods, D)),
-            (_fetch, (k, v, q, grad, of_rows, batch, rings, lists, head_lists, D, True)),
+            (_compute_dkv, (0, dk, dv, scale_out, rings, lists, head_lists, masks, mods, D, D_V, WIDTH, WIDTH_V)),
+            (_compute_dkv, (1, dk, dv, scale_out, rings, lists, head_lists, masks, mods, D, D_V, WIDTH, WIDTH_V)),
+            (_fetch, (k, v, q, grad, of_rows, batch, rings, lists, head_lists, D, D_V, True)),
         ], [4, 1], [COMPUTE_REGS, FETCH_REGS])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_compute_dq, (0, dq, lse, delta, scale_out, rings, lists, masks, mods, D)),
-            (_compute_dq, (1, dq, lse, delta, scale_out, rings, lists, masks, mods, D)),
-            (_fetch, (q, grad, k, v, of_rows, batch, rings, lists, head_lists, D, False)),
+            (_compute_dq, (0, dq, lse, delta, scale_out, rings, lists, masks, mods, D, WIDTH)),
+            (_compute_dq, (1, dq, lse, delta, scale_out, rings, lists, masks, mods, D, WIDTH)),
+            (_fetch, (q, grad, k, v, of_rows, batch, rings, lists, head_lists, D, D_V, False)),
         ], [4, 1], [COMPUTE_REGS, FETCH_REGS])  # fmt: skip

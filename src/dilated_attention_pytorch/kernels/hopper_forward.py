@@ -73,10 +73,11 @@ class Rings:
     queries: Ring
     keys: Ring
     values: Ring
+    outs: gl.shared_memory_descriptor  # one for each warpgroup; the queries' own where heads of v are as wide
 
 
 @gluon.jit
-def _fetch(q, k, v, rings, lists, D: gl.constexpr):
+def _fetch(q, k, v, rings, lists, D: gl.constexpr, D_V: gl.constexpr):
     queries, keys, values = rings.queries, rings.keys, rings.values
     TILE_K: gl.constexpr = lists.STREAM
     PARTS: gl.constexpr = lists.BLOCK // TILE_K
@@ -101,7 +102,7 @@ def _fetch(q, k, v, rings, lists, D: gl.constexpr):
             bar = keys.acquire(step, TILE_K * D * BYTES)
             at = [tile.sample, row, residue, head, 0]
             load_block(k, at, bar, as_block(keys.buffers.index(keys.place(step)), k))
-            bar = values.acquire(step, TILE_K * D * BYTES)
+            bar = values.acquire(step, TILE_K * D_V * BYTES)
             load_block(v, at, bar, as_block(values.buffers.index(values.place(step)), v))
             step += 1
             block = next_block
@@ -229,20 +230,22 @@ def max_of_rows(x):
 
 
 @gluon.jit
-def _compute(WHO: gl.constexpr, out, lse, rings, lists, masks, mods, D: gl.constexpr):
+def _compute(WHO: gl.constexpr, out, lse, rings, lists, masks, mods, D: gl.constexpr, D_V: gl.constexpr):
     queries, keys, values = rings.queries, rings.keys, rings.values
+    # With one buffer of queries a tile's first scores wait until the tile before has left.
+    EARLY: gl.constexpr = queries.NUM_STAGES > 1
     TILE_K: gl.constexpr = lists.STREAM
     PARTS: gl.constexpr = lists.BLOCK // TILE_K
     DILATED: gl.constexpr = lists.DILATED
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_K, 16])
-    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D_V, 16])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
     HAS_CALL_MASK: gl.constexpr = masks.PADDING or masks.DOCUMENT_IDS
     HAS_SCORE_MODS: gl.constexpr = mods.SOFTCAP or mods.ALIBI
     dtype: gl.constexpr = queries.buffers.dtype
     # As what weights wait for their turn: ptxas keeps rounded ones with their pairs the wrong way round, and to turn
     # them takes 32 instructions a block. Large heads leave no registers for more.
-    KEPT: gl.constexpr = gl.float32 if D <= 64 else dtype
+    KEPT: gl.constexpr = gl.float32 if D_V <= 64 else dtype
     no_scores = gl.zeros([ROWS, TILE_K], gl.float32, SCORES)
     lane = gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
     key_lane = gl.arange(0, TILE_K, gl.SliceLayout(0, SCORES))
@@ -251,11 +254,12 @@ def _compute(WHO: gl.constexpr, out, lse, rings, lists, masks, mods, D: gl.const
     if WHO == 1:
         hand_over(WHO)
     tile = lists.tile(0, lists.heads, 1)
-    queries.wait(0)
-    keys.wait(0)
-    pending = warpgroup_mma(
-        queries.buffers.index(WHO), keys.buffers.index(0).permute((1, 0)), no_scores, use_acc=False, is_async=True
-    )
+    if EARLY:
+        queries.wait(0)
+        keys.wait(0)
+        pending = warpgroup_mma(
+            queries.buffers.index(WHO), keys.buffers.index(0).permute((1, 0)), no_scores, use_acc=False, is_async=True
+        )
     for turn in range(turns):
         # What the next tile is: asked for now, read when this one is done.
         next_tile = lists.tile(turn + 1, lists.heads, 1)
@@ -264,6 +268,12 @@ def _compute(WHO: gl.constexpr, out, lse, rings, lists, masks, mods, D: gl.const
         num_full = (tile.split - tile.start) * PARTS
         # A row without keys has one block, of which it sees nothing.
         num = gl.maximum((tile.stop - tile.start) * PARTS, 1)
+        if not EARLY:
+            queries.wait(turn)
+            keys.wait(step)
+            pending = warpgroup_mma(
+                q, keys.buffers.index(keys.place(step)).permute((1, 0)), no_scores, use_acc=False, is_async=True
+            )
 
         block = gl.load(lists.indices + tile.start, mask=tile.start < tile.stop, other=0)
         multiplicity, log_m = 1, 0.0
@@ -285,10 +295,10 @@ def _compute(WHO: gl.constexpr, out, lse, rings, lists, masks, mods, D: gl.const
         if mods.DROPOUT:
             weights = drop(weights, block, key, rows, lists, mods)
         weights = weights.to(KEPT)
-        if turn > 0:  # by now the tile before has left its buffer
+        if EARLY and turn > 0:  # by now the tile before has left its buffer
             tma.store_wait(0)
             queries.release(turn - 1)
-        acc = gl.zeros([ROWS, D], gl.float32, ACC)
+        acc = gl.zeros([ROWS, D_V], gl.float32, ACC)
         for MASKED in gl.static_range(2):
             if MASKED:
                 begin, end = gl.maximum(num_full, 1), num
@@ -342,32 +352,41 @@ def _compute(WHO: gl.constexpr, out, lse, rings, lists, masks, mods, D: gl.const
         values.wait(last)
         take_turn(WHO)
         pending_acc = warpgroup_mma(operand, values.buffers.index(values.place(last)), acc, is_async=True)
-        next_turn = turn + 1
-        if next_turn < turns:
-            queries.wait(next_turn)
-            keys.wait(step)
-        # After the last tile this multiplies what is left in the buffers, and nobody reads the result.
-        pending = warpgroup_mma(
-            queries.buffers.index(queries.place(next_turn) * 2 + WHO),
-            keys.buffers.index(keys.place(step)).permute((1, 0)), no_scores, use_acc=False, is_async=True,
-        )  # fmt: skip
+        if EARLY:
+            next_turn = turn + 1
+            if next_turn < turns:
+                queries.wait(next_turn)
+                keys.wait(step)
+            # After the last tile this multiplies what is left in the buffers, and nobody reads the result.
+            pending = warpgroup_mma(
+                queries.buffers.index(queries.place(next_turn) * 2 + WHO),
+                keys.buffers.index(keys.place(step)).permute((1, 0)), no_scores, use_acc=False, is_async=True,
+            )  # fmt: skip
         hand_over(WHO)
-        acc = warpgroup_mma_wait(1, deps=[pending_acc])
+        acc = warpgroup_mma_wait(1 if EARLY else 0, deps=[pending_acc])
         values.release(last)
 
         empty = row_sum == 0.0
         inverse = 1.0 / gl.where(empty, 1.0, row_sum)
         acc = acc * gl.expand_dims(gl.convert_layout(inverse, gl.SliceLayout(1, ACC)), 1)
-        q.store(acc.to(dtype))  # these queries have served; no other warpgroup reads them
+        if D == D_V:
+            o = q  # these queries have served; no other warpgroup reads them
+        else:
+            o = rings.outs.index(WHO)
+        o.store(acc.to(dtype))
         fence_async_shared()
-        store_block(out, [tile.sample, tile.row + WHO * ROWS, tile.residue, tile.head, 0], as_block(q, out))
+        store_block(out, [tile.sample, tile.row + WHO * ROWS, tile.residue, tile.head, 0], as_block(o, out))
         row_lse = gl.where(empty, float("-inf"), (row_max + gl.log2(row_sum)) * 0.6931471805599453)
         of_head = (tile.sample.to(gl.int64) * lists.heads + tile.head) * masks.seq_q
         gl.store(lse + of_head + rows.token, row_lse, mask=rows.token < masks.seq_q)
+        if not EARLY:
+            tma.store_wait(0)
+            queries.release(turn)
         tile = next_tile
     if WHO == 0:
         take_turn(WHO)
-    warpgroup_mma_wait(0, deps=[pending])
+    if EARLY:
+        warpgroup_mma_wait(0, deps=[pending])
     tma.store_wait(0)
 
 
@@ -378,19 +397,24 @@ def forward_kernel(
     heads, group, seq_q, seq_k, num_blocks, lists_per_sample, heads_per_list, num_intervals, num_branches, num_residues,
     total_tiles, tiles_per_head, first_tile, tile_order, walked,
     scale, cap, threshold, keep_scale,
-    D: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, TILE_K: gl.constexpr,
+    D: gl.constexpr, D_V: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, TILE_K: gl.constexpr,
     Q_STAGES: gl.constexpr, KV_STAGES: gl.constexpr, NEGATIVE_SCALE: gl.constexpr,
     HAS_RULE_IDS: gl.constexpr, ONE_INTERVAL: gl.constexpr, DOCUMENTS: gl.constexpr, PADDING: gl.constexpr,
     DOCUMENT_IDS: gl.constexpr, DILATED: gl.constexpr, SOFTCAP: gl.constexpr, ALIBI: gl.constexpr,
     DROPOUT: gl.constexpr,
 ):  # fmt: skip
     """`q`, `k`, `v` and `out` are what `describe` makes; `total_tiles` to `tile_order` are a `TileSchedule`, `walked`
-    is the number of key blocks of a residue class."""
+    is the number of key blocks of a residue class. D and D_V are the widths of boxes, at least those of heads."""
     ROW_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], q.dtype)
     KEY_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE_K, D], q.dtype)
+    VALUE_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE_K, D_V], q.dtype)
     q_buffers = gl.allocate_shared_memory(q.dtype, [2 * Q_STAGES, ROWS, D], ROW_LAYOUT)
     k_buffers = gl.allocate_shared_memory(q.dtype, [KV_STAGES, TILE_K, D], KEY_LAYOUT)
-    v_buffers = gl.allocate_shared_memory(q.dtype, [KV_STAGES, TILE_K, D], KEY_LAYOUT)
+    v_buffers = gl.allocate_shared_memory(q.dtype, [KV_STAGES, TILE_K, D_V], VALUE_LAYOUT)
+    outs = q_buffers
+    if D != D_V:
+        OUT_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D_V], q.dtype)
+        outs = gl.allocate_shared_memory(q.dtype, [2, ROWS, D_V], OUT_LAYOUT)
     queries = Ring(q_buffers, new_barriers(Q_STAGES), new_barriers(Q_STAGES), Q_STAGES)
     keys = Ring(k_buffers, new_barriers(KV_STAGES), new_barriers(KV_STAGES), KV_STAGES)
     values = Ring(v_buffers, new_barriers(KV_STAGES), new_barriers(KV_STAGES), KV_STAGES)
@@ -399,7 +423,7 @@ def forward_kernel(
     for place in gl.static_range(KV_STAGES):
         keys.init(place)
         values.init(place)
-    rings = Rings(queries, keys, values)
+    rings = Rings(queries, keys, values, outs)
     lists = Lists(
         indices, work, heads, group, num_blocks, lists_per_sample, heads_per_list, num_residues, walked,
         (total_tiles, tiles_per_head, first_tile, tile_order), BLOCK_Q, BLOCK_K, TILE_K, DILATED,
@@ -410,7 +434,7 @@ def forward_kernel(
     )  # fmt: skip
     mods = ScoreMods(scale, cap, slopes, seed, threshold, keep_scale, NEGATIVE_SCALE, SOFTCAP, ALIBI, DROPOUT)
     gl.warp_specialize([
-        (_compute, (0, out, lse, rings, lists, masks, mods, D)),
-        (_compute, (1, out, lse, rings, lists, masks, mods, D)),
-        (_fetch, (q, k, v, rings, lists, D)),
+        (_compute, (0, out, lse, rings, lists, masks, mods, D, D_V)),
+        (_compute, (1, out, lse, rings, lists, masks, mods, D, D_V)),
+        (_fetch, (q, k, v, rings, lists, D, D_V)),
     ], [4, 1], [COMPUTE_REGS, FETCH_REGS])  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -29,6 +29,7 @@ from .configs import (
     HOPPER_FORWARD,
     Config,
     Configs,
+    box_width,
     configs,
     for_rows,
     padded_dim,
@@ -143,6 +144,7 @@ class Call:
         self.group = self.heads // self.heads_kv
         self.head_dim_v = v.shape[3]
         self.padded = padded_dim(max(self.head_dim, self.head_dim_v))
+        self.widest_box = box_width(max(self.head_dim, self.head_dim_v))
         self.tma, self.hopper, self.configs = _device(q.device, self.padded, q.dtype.itemsize)
         lists = layout.num_heads or 1
         self.own_lists = lists > self.heads_kv  # query heads of a key head follow different ones
@@ -198,7 +200,7 @@ class Call:
         q, k, v = self.q, self.k, self.v
         out, lse = results(q, v)
         hashes = self.flags["DROPOUT"] and self.head_dim <= SMALL_HEAD
-        if not hashes and self._on_hopper(self.layout.block_q, self.layout.block_k, q, k, v, out):
+        if not hashes and self._on_hopper(HOPPER_FORWARD, self.layout.block_q, self.layout.block_k, q, k, v, out):
             self._hopper_forward(out, lse)
             return out, lse
         tiles, owned, config = self._query_tiles(self.configs.forward)
@@ -234,14 +236,14 @@ class Call:
             D=self.head_dim_v, PADDED_D=self.flags["PADDED_D_V"], TILE=tile, BASE_E=self.flags["BASE_E"],
             DLSE=dlse is not None,
         )  # fmt: skip
-        if self._on_hopper(layout.block_k, layout.block_q, q, k, v, do):
+        if self._on_hopper(HOPPER_BACKWARD, layout.block_k, layout.block_q, q, k, v, do):
             self._hopper_backward(do, of_rows, dq, dk, dv, of_keys=True)
         else:
             self._plain_dkv(do, of_rows, dk, dv)
         of_bias = None
         if wanted:
             of_bias = BiasSums(self.bias, wanted, self.heads, padded_q, self.dropout[1], do, v, dlse, lse)
-        if of_bias is None and self._on_hopper(layout.block_q, layout.block_k, q, k, v, do):
+        if of_bias is None and self._on_hopper(HOPPER_BACKWARD, layout.block_q, layout.block_k, q, k, v, do):
             self._hopper_backward(do, of_rows, dq, dk, dv, of_keys=False)
         else:
             self._plain_dq(do, of_rows, dq, of_bias)
@@ -295,15 +297,13 @@ class Call:
                 **self._launch_options(config),
             )  # fmt: skip
 
-    def _on_hopper(self, own_block: int, block: int, *tensors: Tensor) -> bool:
-        plain = self.bias.flags["BIAS"] or _plain_reason(
-            self.hopper, self.head_dim, self.layout, own_block, block, tensors
-        )
+    def _on_hopper(self, tiles: Iterable[int], own_block: int, block: int, *tensors: Tensor) -> bool:
+        plain = self.bias.flags["BIAS"] or _plain_reason(self.hopper, tiles, self.layout, own_block, block, tensors)
         return not plain
 
     def _hopper_forward(self, out: Tensor, lse: Tensor) -> None:
         layout = self.layout
-        tile_k, q_stages, kv_stages = HOPPER_FORWARD[self.head_dim]
+        tile_k, q_stages, kv_stages = HOPPER_FORWARD[self.widest_box]
         tile_k = min(tile_k, layout.block_k)
         described = self._described((self.q, self.k, self.v, out), (64, tile_k, tile_k, 64))
         for programs, schedule in self._schedules(layout.num_q_blocks, layout.block_q // 128, self.heads):
@@ -318,7 +318,7 @@ class Call:
 
     def _hopper_backward(self, do: Tensor, of_rows: Rows, dq: Tensor, dk: Tensor, dv: Tensor, *, of_keys: bool) -> None:
         layout = self.layout
-        stream, num_stages = HOPPER_BACKWARD[self.head_dim]
+        stream, num_stages = HOPPER_BACKWARD[self.widest_box]
         if of_keys and (self.flags["SOFTCAP"] or self.flags["ALIBI"] or self.flags["DROPOUT"]):
             stream, num_stages = HOPPER_DKV_NARROW
         stream = min(stream, layout.block_q if of_keys else layout.block_k)
@@ -339,7 +339,8 @@ class Call:
                 (*described, *of_rows[1:], dq, dk, dv, *lists.tensors(), work, *self.masks, self.slopes),
                 (self.batch, *self.sizes, num_blocks, *self.list_sizes, *schedule, walked // layout.num_residues,
                  self.exp_scale, self.scale, self.cap, *self.dropout),
-                **self._hopper_flags(), STREAM=stream, NUM_STAGES=num_stages, OWN_LISTS=self.own_lists, OF_KEYS=of_keys,
+                **self._hopper_flags(), WIDTH=self.head_dim, WIDTH_V=self.head_dim_v, STREAM=stream,
+                NUM_STAGES=num_stages, OWN_LISTS=self.own_lists, OF_KEYS=of_keys,
                 num_warps=4, maxnreg=168,
             )  # fmt: skip
 
@@ -350,12 +351,16 @@ class Call:
 
     def _described(self, tensors: Sequence[Tensor], rows: Sequence[int]) -> list[Any]:
         """For the Hopper kernels' copies of so many rows."""
-        of_class = self.layout.num_residues
-        return [hopper_common.describe(x, num, of_class, x.shape[3]) for x, num in zip(tensors, rows, strict=True)]
+        return [
+            hopper_common.describe(x, num, self.layout.num_residues, box_width(x.shape[3]))
+            for x, num in zip(tensors, rows, strict=True)
+        ]
 
     def _hopper_flags(self) -> dict[str, Any]:
-        unknown = ("PADDED_D", "D_V", "PADDED_D_V", "PRECISION", "BASE_E")
-        return {name: value for name, value in self.flags.items() if name not in unknown}
+        """Their D and D_V are the widths of boxes."""
+        unknown = ("PADDED_D", "PADDED_D_V", "PRECISION", "BASE_E")
+        known = {name: value for name, value in self.flags.items() if name not in unknown}
+        return known | {"D": box_width(self.head_dim), "D_V": box_width(self.head_dim_v)}
 
     def _by_query(self) -> list[Tensor]:
         return [*self.layout.by_query.tensors()[2:], self.layout.query_work]
@@ -382,16 +387,16 @@ def kernels_of(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, options: Ca
     """Which kernels a call and its gradient run on, and why. Asks what a launch asks, and launches nothing."""
     _, hopper, _ = _device(q.device, padded_dim(max(q.shape[3], v.shape[3])), q.dtype.itemsize)
 
-    def plain_reason(own_block: int, block: int) -> str | None:
+    def plain_reason(tiles: Iterable[int], own_block: int, block: int) -> str | None:
         if options.bias is not None and not options.bias.is_alibi:
             return "the others add no bias but a slope for each head"
-        return _plain_reason(hopper, q.shape[3], layout, own_block, block, (q, k, v))
+        return _plain_reason(hopper, tiles, layout, own_block, block, (q, k, v))
 
-    reasons = {"forward": plain_reason(layout.block_q, layout.block_k)}
-    reasons["backward, dk and dv"] = plain_reason(layout.block_k, layout.block_q)
-    reasons["backward, dq"] = reasons["forward"]
+    reasons = {"forward": plain_reason(HOPPER_FORWARD, layout.block_q, layout.block_k)}
+    reasons["backward, dk and dv"] = plain_reason(HOPPER_BACKWARD, layout.block_k, layout.block_q)
+    reasons["backward, dq"] = plain_reason(HOPPER_BACKWARD, layout.block_q, layout.block_k)
     if options.learned():
-        reasons["backward, dq"] = reasons["forward"] or "it sums the gradient of the bias"
+        reasons["backward, dq"] = reasons["backward, dq"] or "it sums the gradient of the bias"
     if options.dropout_p > 0 and q.shape[3] <= SMALL_HEAD:
         reasons["forward"] = reasons["forward"] or "it is faster for dropout with small heads"
     return {
@@ -401,15 +406,19 @@ def kernels_of(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, options: Ca
 
 
 def _plain_reason(
-    hopper: bool, head_dim: int, layout: BlockLayout, own_block: int, block: int, tensors: Sequence[Tensor]
+    hopper: bool, tiles: Iterable[int], layout: BlockLayout, own_block: int, block: int, tensors: Sequence[Tensor]
 ) -> str | None:
-    """Why a plain kernel runs instead of a warp-specialised one that owns blocks of one size and walks the other."""
+    """Why a plain kernel runs instead of a warp-specialised one that owns blocks of one size and walks the other.
+
+    Args:
+        tiles: the widths of boxes that it has tiles for.
+    """
     if not hopper:
         return "the others are for 16-bit tensors on a GPU of compute capability 9.0"
-    if head_dim not in HOPPER_FORWARD:
-        return f"the others are for heads of {' or '.join(map(str, HOPPER_FORWARD))}"
-    if any(x.shape[3] != head_dim for x in tensors):
-        return "the others are for v as wide as q and k"
+    if max(x.shape[3] for x in tensors) > max(tiles):
+        return f"the others are for heads of at most {max(tiles)}"
+    if any(x.shape[3] % 8 for x in tensors):
+        return "the copy engine takes heads whose width is a multiple of 8"
     if num_ranges(layout) > 1:
         return "the others know one range of keys a query, such as documents"
     if len(layout.bitmaps):
