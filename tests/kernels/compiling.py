@@ -41,6 +41,7 @@ from dilated_attention_pytorch.kernels import (
     hopper_backward,
     hopper_forward,
     launch,
+    padding,
     select_lists,
     select_masses,
 )
@@ -74,6 +75,7 @@ def recorded(capability):
             (launch, ("forward_kernel", "rows_kernel", "dq_kernel", "dkv_kernel")),
             (hopper_forward, ("forward_kernel",)),
             (hopper_backward, ("backward_kernel",)),
+            (padding, ("key_bits_kernel", "padded_lists_kernel")),
             (decode, ("decode_kernel", "merge_kernel")),
             (select_masses, ("pool_kernel", "masses_kernel")),
             (select_lists, ("teams_kernel", "digits_kernel", "counts_kernel", "offsets_kernel", "lists_kernel")),

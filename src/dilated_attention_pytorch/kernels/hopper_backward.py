@@ -22,6 +22,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
 from .common import (
+    HIDDEN,
+    UNIT,
     add_pair_multiplicity,
     apply_score_mods,
     dropout_keeps,
@@ -31,6 +33,7 @@ from .common import (
     log_multiplicity,
     query_bounds,
     signed_distance,
+    words_of,
 )
 from .forward import VARYING
 from .hopper_common import (
@@ -50,6 +53,7 @@ from .hopper_common import (
     load_block,
     new_barriers,
     reaching,
+    real_keys,
 )
 
 
@@ -68,11 +72,14 @@ class Rings:
 
 @aggregate
 class HeadLists:
-    """Where lists start and turn partial, for heads that follow lists of their own (OWN_LISTS)."""
+    """Where lists start and turn partial, for heads that follow lists of their own (OWN_LISTS). Where tiles are keys
+    and some are padding (PADDING), lists of blocks without a real key are empty."""
 
     offsets: gl.tensor
     splits: gl.tensor
+    bits: gl.tensor  # `padding.key_bits`
     OWN_LISTS: gl.constexpr
+    PADDING: gl.constexpr
 
     @gluon.jit
     def entries(self, tile, head, lists):
@@ -82,6 +89,10 @@ class HeadLists:
             row = lists.list_of(tile.sample, head) * lists.num_blocks + tile.block
             start, split = gl.load(self.offsets + row), gl.load(self.splits + row)
             stop = gl.load(self.offsets + row + 1)
+        if self.PADDING:
+            state = gl.load(words_of(self.bits, tile.sample, tile.block, lists.num_blocks, lists.OWN_BLOCK) - 1)
+            start = gl.where(state == HIDDEN, stop, start)
+            split = gl.maximum(split, start)
         return start, split, stop
 
 
@@ -159,7 +170,7 @@ def _compute_dkv(
     GRADS_V: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D_V, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, GRADS, 2)
     OPERAND_V: gl.constexpr = gl.DotOperandLayout(0, GRADS_V, 2)
-    HAS_CALL_MASK: gl.constexpr = masks.PADDING or masks.DOCUMENT_IDS
+    HAS_CALL_MASK: gl.constexpr = masks.DOCUMENT_IDS
     HAS_SCORE_MODS: gl.constexpr = mods.SOFTCAP or mods.ALIBI
     # A key is seen by `reach` queries after `first` too, whatever the block.
     BOUNDED: gl.constexpr = masks.ONE_INTERVAL and not (masks.HAS_RULE_IDS or masks.DOCUMENTS or HAS_CALL_MASK)
@@ -266,9 +277,18 @@ def _compute_dkv(
             dkeys, dvalues = dkeys * mods.keep_scale, dvalues * mods.keep_scale
         lane = gl.arange(0, ROWS, gl.SliceLayout(1, GRADS))
         token = lists.token(tile.row + WHO * ROWS + lane, tile.residue)
+        if masks.PADDING:  # what keys that are padding got is not kept, so they need no mask
+            at = words_of(masks.padding, tile.sample, tile.block, lists.num_blocks, lists.OWN_BLOCK)
+            own = tile.row % lists.OWN_BLOCK + WHO * ROWS + lane
+            real = gl.expand_dims((gl.load(at + own // UNIT).to(gl.int32) >> (own % UNIT)) & 1, 1) != 0
+            dkeys = gl.where(real, dkeys, 0.0)
         _store(dk, dkeys * scale_out, tile, token, tile.head, masks.seq_k, heads_kv, WIDTH)
         lane = gl.arange(0, ROWS, gl.SliceLayout(1, GRADS_V))
         token = lists.token(tile.row + WHO * ROWS + lane, tile.residue)
+        if masks.PADDING:
+            own = tile.row % lists.OWN_BLOCK + WHO * ROWS + lane
+            real = gl.expand_dims((gl.load(at + own // UNIT).to(gl.int32) >> (own % UNIT)) & 1, 1) != 0
+            dvalues = gl.where(real, dvalues, 0.0)
         _store(dv, dvalues, tile, token, tile.head, masks.seq_k, heads_kv, WIDTH_V)
 
 
@@ -283,7 +303,7 @@ def _compute_dq(
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STREAM, 16])  # queries × keys
     GRADS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, GRADS, 2)
-    HAS_CALL_MASK: gl.constexpr = masks.PADDING or masks.DOCUMENT_IDS
+    HAS_CALL_MASK: gl.constexpr = masks.DOCUMENT_IDS
     HAS_SCORE_MODS: gl.constexpr = mods.SOFTCAP or mods.ALIBI
     BOUNDED: gl.constexpr = masks.ONE_INTERVAL and not (masks.HAS_RULE_IDS or HAS_CALL_MASK)
     dtype: gl.constexpr = rings.own_b.dtype
@@ -317,7 +337,7 @@ def _compute_dq(
             query_hash = dropout_query_hash(mods.seed, tile.sample * lists.heads + tile.head, query, tile.row)
             row_delta *= 1 / mods.keep_scale
         dqueries = gl.zeros([ROWS, D], gl.float32, GRADS)
-        num_full, num = (tile.split - tile.start) * PARTS, (tile.stop - tile.start) * PARTS
+        num_full, num = (tile.masked_from - tile.start) * PARTS, (tile.stop - tile.start) * PARTS
         rings.own.wait(turn)
         for MASKED in gl.static_range(2):
             if MASKED:
@@ -352,14 +372,20 @@ def _compute_dq(
                             masks.seq_q, masks.seq_k, exp_scale, False,
                         )  # fmt: skip
                 weights = gl.exp2(scores * exp_scale - gl.expand_dims(lowered, 1))
-                if MASKED or HAS_CALL_MASK:  # noqa: SIM102
-                    if tile.start < tile.stop:
+                if MASKED or HAS_CALL_MASK:
+                    entry = tile.start + i // PARTS
+                    partial = tile.start < tile.stop  # always so: see `hopper_forward`
+                    if masks.PADDING and not HAS_CALL_MASK:
+                        partial = entry >= tile.split
+                    if partial:
                         key = lists.tokens(other, i, key_lane)
                         seen = masks.allowed(
-                            key, query, key, first, reach, tile.start + i // PARTS, tile.split, tile.stop, tile.sample,
-                            BOUNDED, MASKED, False,
+                            key, query, key, first, reach, entry, tile.split, tile.stop, tile.sample,
+                            BOUNDED, MASKED, masks.PADDING and HAS_CALL_MASK,
                         )  # fmt: skip
                         weights = gl.where(seen, weights, 0.0)
+                    if MASKED and masks.PADDING:
+                        weights = gl.where(real_keys(masks.padding, tile, other, i, key_lane, lists), weights, 0.0)
                 if mods.SOFTCAP:
                     weights *= softcap_grad
                 dweights = warpgroup_mma_wait(0, deps=[pending_dweights])
@@ -420,8 +446,9 @@ def backward_kernel(
     lists = Lists(
         indices, work, heads, group, num_blocks, lists_per_sample, heads_per_list, num_residues, walked,
         (total_tiles, tiles_per_head, first_tile, tile_order), OWN_BLOCK, BLOCK, STREAM, DILATED,
+        PADDING and not OF_KEYS,
     )  # fmt: skip
-    head_lists = HeadLists(offsets, splits, OWN_LISTS and OF_KEYS)
+    head_lists = HeadLists(offsets, splits, padding, OWN_LISTS and OF_KEYS, PADDING and OF_KEYS)
     masks = Masks(
         rule_ids, rules, documents, branches, padding, document_ids, seq_q, seq_k, num_intervals, num_branches,
         HAS_RULE_IDS, ONE_INTERVAL, DOCUMENTS, PADDING, DOCUMENT_IDS,

@@ -33,7 +33,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.core import _aggregate
 
 from ..caches import register_container
-from .common import list_of, load_work, pairs_allowed
+from .common import UNIT, list_of, load_masked_from, load_work, pairs_allowed, words_of
 from .launcher import MOST, described_again
 from .tile_scheduler import num_turns, scheduled_tile
 
@@ -224,6 +224,7 @@ class Tile:
     start: gl.tensor
     split: gl.tensor
     stop: gl.tensor
+    masked_from: gl.tensor  # `split`, or an entry before it where keys are padding
 
 
 @aggregate
@@ -244,6 +245,7 @@ class Lists:
     BLOCK: gl.constexpr
     STREAM: gl.constexpr
     DILATED: gl.constexpr
+    PADDED: gl.constexpr  # lists are `PaddedLists`
 
     @gluon.jit
     def turns(self):
@@ -256,10 +258,12 @@ class Lists:
         place, head_id = scheduled_tile(turn, self.schedule)
         sample, head = head_id // heads, head_id % heads
         rows_before = self.list_of(sample, head * list_heads) * self.num_blocks
-        block, start, split, stop = load_work(self.work, rows_before + place // TILES_PER_BLOCK)
+        at = rows_before + place // TILES_PER_BLOCK
+        block, start, split, stop = load_work(self.work, at, self.PADDED)
+        masked_from = load_masked_from(self.work, at, split, self.PADDED)
         residue, row = split_residue(block, self.num_blocks // self.num_residues, self.DILATED)
         row = row * self.OWN_BLOCK + place % TILES_PER_BLOCK * TILE
-        return Tile(sample, head, residue, row, block, start, split, stop)
+        return Tile(sample, head, residue, row, block, start, split, stop, masked_from)
 
     @gluon.jit
     def list_of(self, sample, head):
@@ -282,6 +286,21 @@ class Lists:
         return gl.expand_dims(self.token(first + lane, residue), 0)
 
 
+@gluon.jit
+def real_keys(bits, tile, block, i, lane, lists):
+    """Which keys of part `i` of a list, which lies in `block`, are no padding, as a row; `lane` numbers the keys."""
+    words = words_of(bits, tile.sample, block, lists.walked * lists.num_residues, lists.BLOCK)
+    words += i % (lists.BLOCK // lists.STREAM) * (lists.STREAM // UNIT)
+    by_word = gl.reshape(lane, [lists.STREAM // UNIT, UNIT])
+    LAYOUT: gl.constexpr = by_word.type.layout
+    word = gl.load(words + gl.arange(0, lists.STREAM // UNIT, gl.SliceLayout(1, LAYOUT))).to(gl.int32)
+    bit = gl.expand_dims(gl.arange(0, UNIT, gl.SliceLayout(0, LAYOUT)), 0)
+    # A thread's keys differ in bits 0 and 3 of their numbers: it shifts a word once, and knows where to look.
+    real = (gl.expand_dims(word, 1) >> (bit & 6)) & (1 << (bit & 9))
+    real = gl.convert_layout(gl.reshape(real, [lists.STREAM]), lane.type.layout, assert_trivial=True)
+    return gl.expand_dims(real, 0) != 0
+
+
 @aggregate
 class Masks:
     """What hides pairs of tokens, by the layout and by the call, and how often pairs of mixed blocks count."""
@@ -290,7 +309,7 @@ class Masks:
     rules: gl.tensor
     documents: gl.tensor
     branches: gl.tensor
-    padding: gl.tensor
+    padding: gl.tensor  # `padding.key_bits`
     document_ids: gl.tensor
     seq_q: gl.tensor
     seq_k: gl.tensor
@@ -307,14 +326,15 @@ class Masks:
         self, x, query, key, first, reach, entry, split, stop, sample,
         BOUNDED: gl.constexpr, MASKED: gl.constexpr, ANY: gl.constexpr,
     ):  # fmt: skip
-        """The pairs that are allowed: where BOUNDED, those with `x`, the walked side, within the other's bounds."""
+        """The pairs that are allowed but for padding: where BOUNDED, those with `x`, the walked side, within the
+        other's bounds."""
         if BOUNDED:
             seen = within(x, first, reach)
         else:
             seen = pairs_allowed(
                 query, key, entry, split, stop, sample, self.rule_ids, self.rules, self.documents, self.padding,
                 self.document_ids, self.num_intervals, self.seq_q, self.seq_k,
-                MASKED, ANY, self.HAS_RULE_IDS, self.ONE_INTERVAL, self.DOCUMENTS, self.PADDING, self.DOCUMENT_IDS,
+                MASKED, ANY, self.HAS_RULE_IDS, self.ONE_INTERVAL, self.DOCUMENTS, False, self.DOCUMENT_IDS,
             )  # fmt: skip
         return seen
 

@@ -64,6 +64,7 @@ from .hopper_common import (
     load_block,
     new_barriers,
     reaching,
+    real_keys,
     store_block,
 )
 
@@ -175,9 +176,7 @@ def modify(scores, key, rows, masks, mods):
 @gluon.jit
 def hide(scores, key, entry, multiplicity, rows, tile, masks, ANY: gl.constexpr, DILATED: gl.constexpr):
     """Scores with −inf where a pair is not allowed. The block is partial, or ANY: full, partial, not there at all."""
-    BOUNDED: gl.constexpr = masks.ONE_INTERVAL and not (
-        masks.HAS_RULE_IDS or ANY or masks.PADDING or masks.DOCUMENT_IDS
-    )
+    BOUNDED: gl.constexpr = masks.ONE_INTERVAL and not (masks.HAS_RULE_IDS or ANY or masks.DOCUMENT_IDS)
     seen = masks.allowed(
         key, rows.query, key, rows.first, rows.reach, entry, tile.split, tile.stop, tile.sample, BOUNDED, True, ANY
     )
@@ -240,7 +239,7 @@ def _compute(WHO: gl.constexpr, out, lse, rings, lists, masks, mods, D: gl.const
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_K, 16])
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D_V, 16])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
-    HAS_CALL_MASK: gl.constexpr = masks.PADDING or masks.DOCUMENT_IDS
+    HAS_CALL_MASK: gl.constexpr = masks.DOCUMENT_IDS
     HAS_SCORE_MODS: gl.constexpr = mods.SOFTCAP or mods.ALIBI
     dtype: gl.constexpr = queries.buffers.dtype
     # As what weights wait for their turn: ptxas keeps rounded ones with their pairs the wrong way round, and to turn
@@ -265,7 +264,7 @@ def _compute(WHO: gl.constexpr, out, lse, rings, lists, masks, mods, D: gl.const
         next_tile = lists.tile(turn + 1, lists.heads, 1)
         q = queries.buffers.index(queries.place(turn) * 2 + WHO)
         rows = rows_of(tile, lane, WHO, lists, masks, mods)
-        num_full = (tile.split - tile.start) * PARTS
+        num_full = (tile.masked_from - tile.start) * PARTS
         # A row without keys has one block, of which it sees nothing.
         num = gl.maximum((tile.stop - tile.start) * PARTS, 1)
         if not EARLY:
@@ -291,6 +290,9 @@ def _compute(WHO: gl.constexpr, out, lse, rings, lists, masks, mods, D: gl.const
         if HAS_CALL_MASK or num_full == 0:
             key = lists.tokens(block, 0, key_lane)
             scores = hide(scores, key, tile.start, multiplicity, rows, tile, masks, True, DILATED)
+            if masks.PADDING:
+                real = real_keys(masks.padding, tile, block, 0, key_lane, lists)
+                scores = gl.where(real, scores, float("-inf"))
         weights, row_sum, row_max = first_softmax(scores, log_m, rows)
         if mods.DROPOUT:
             weights = drop(weights, block, key, rows, lists, mods)
@@ -329,12 +331,19 @@ def _compute(WHO: gl.constexpr, out, lse, rings, lists, masks, mods, D: gl.const
                     key = lists.tokens(block, i, key_lane)
                 if HAS_SCORE_MODS:
                     scores = modify(scores, key, rows, masks, mods)
-                if MASKED or HAS_CALL_MASK:  # noqa: SIM102
+                if MASKED or HAS_CALL_MASK:
+                    entry = tile.start + i // PARTS
                     # Always so; but what is behind a branch is not computed early, to be kept until it is needed.
-                    if tile.start < tile.stop:
+                    partial = tile.start < tile.stop
+                    if masks.PADDING and not HAS_CALL_MASK:
+                        partial = entry >= tile.split
+                    if partial:
                         key = lists.tokens(block, i, key_lane)
-                        entry = tile.start + i // PARTS
-                        scores = hide(scores, key, entry, multiplicity, rows, tile, masks, not MASKED, DILATED)
+                        ANY: gl.constexpr = not MASKED or (masks.PADDING and HAS_CALL_MASK)
+                        scores = hide(scores, key, entry, multiplicity, rows, tile, masks, ANY, DILATED)
+                    if MASKED and masks.PADDING:
+                        real = real_keys(masks.padding, tile, block, i, key_lane, lists)
+                        scores = gl.where(real, scores, float("-inf"))
                 weights, row_sum, row_max, shrink = next_softmax(
                     scores, row_sum, row_max, multiplicity, rows, MASKED or HAS_CALL_MASK, DILATED
                 )
@@ -427,6 +436,7 @@ def forward_kernel(
     lists = Lists(
         indices, work, heads, group, num_blocks, lists_per_sample, heads_per_list, num_residues, walked,
         (total_tiles, tiles_per_head, first_tile, tile_order), BLOCK_Q, BLOCK_K, TILE_K, DILATED,
+        PADDING,
     )  # fmt: skip
     masks = Masks(
         rule_ids, rules, documents, branches, padding, document_ids, seq_q, seq_k, num_intervals, num_branches,

@@ -6,7 +6,7 @@ import math
 import operator
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from ..caches import cached
 from ..layout import BlockLayout
 from ..layout.lists import neighbourhood
 from ..options import CallOptions
-from . import launcher
+from . import launcher, padding
 from .backward import dkv_kernel, dq_kernel, rows_kernel
 from .bias_arguments import BiasArguments, BiasSums, NoSums
 from .common import cap_kind
@@ -35,6 +35,7 @@ from .configs import (
     padded_dim,
 )
 from .forward import forward_kernel
+from .padding import PaddedLists
 from .tile_scheduler import TileSchedule, tile_schedules
 
 INTERPRETED = triton.knobs.runtime.interpret
@@ -148,18 +149,12 @@ class Call:
         self.tma, self.hopper, self.configs = _device(q.device, self.padded, q.dtype.itemsize)
         lists = layout.num_heads or 1
         self.own_lists = lists > self.heads_kv  # query heads of a key head follow different ones
-        unused, padding, ids = layout.by_query.offsets, options.key_padding_mask, options.document_ids
-        self.masks = (
-            layout.rules,
-            layout.documents,
-            layout.branches,
-            unused if padding is None else padding.contiguous().view(torch.uint8),
-            unused if ids is None else ids.contiguous(),
-            unused if options.seed is None else options.seed,
-        )
+        unused, hidden, ids = layout.by_query.offsets, options.key_padding_mask, options.document_ids
+        self.unused, self.padding = unused, None if hidden is None else hidden.contiguous().view(torch.uint8)
+        self.masks = unused if ids is None else ids.contiguous(), unused if options.seed is None else options.seed
         self.sizes = (self.heads, self.group, layout.seq_q, layout.seq_k)
+        self.lists_per_sample = lists if (layout.batch_size or 1) > 1 else 0
         self.list_sizes = (
-            lists if (layout.batch_size or 1) > 1 else 0,
             self.heads // lists,
             layout.rules.shape[1],
             layout.branches.shape[1],
@@ -184,7 +179,7 @@ class Call:
             "HAS_RULE_IDS": layout.by_query.rule_ids.numel() > 0 and not layout.dilated,
             "ONE_INTERVAL": layout.rules.shape[1] == 1,
             "DOCUMENTS": min(num_ranges(layout), 2),
-            "PADDING": padding is not None,
+            "PADDING": hidden is not None,
             "DOCUMENT_IDS": 0 if ids is None else 1 + (ids.shape[1] > layout.seq_k),
             "DROPOUT": options.seed is not None,
             "DILATED": int(layout.dilated) + int(layout.has_mixed_blocks),
@@ -210,10 +205,10 @@ class Call:
         tma, (keys, values) = self._walked(config.tile_k, self.layout.block_k, k, v)
         self._launch(
             forward_kernel, grid,
-            (q, keys, values, out, lse, *self._by_query(), *self.masks, self.slopes, self.layout.bitmaps,
+            (q, keys, values, out, lse, *self._by_query(self.padding), self.slopes, self.layout.bitmaps,
              *self.bias.tensors),
-            (*_strides(q, k, v), *self.sizes, self.layout.num_q_blocks, *self.list_sizes, self.exp_scale, self.cap,
-             *self.dropout, *self.bias.numbers),
+            (*_strides(q, k, v), *self.sizes, self.layout.num_q_blocks, self.lists.lists_per_sample, *self.list_sizes,
+             self.exp_scale, self.cap, *self.dropout, *self.bias.numbers),
             **self.plain_flags, **owned, TILE_K=config.tile_k, TMA=tma, **self._launch_options(config),
         )  # fmt: skip
         return out, lse
@@ -270,10 +265,10 @@ class Call:
         tma, (queries, grads) = self._walked(config.tile_q, layout.block_q, q, do)
         self._launch(
             dkv_kernel, (layout.num_k_blocks * (layout.block_k // tile_k) * self.batch * self.heads_kv,),
-            (queries, k, v, grads, *of_rows[1:], dk, dv, *layout.by_key.tensors(), layout.key_work,
-             *self.masks, self.slopes, layout.bitmaps, *self.bias.tensors),
-            (*_strides(q, k, v, do), *self.sizes, layout.num_k_blocks, *self.list_sizes, self.exp_scale, self.scale,
-             self.cap, *self.dropout, *self.bias.numbers),
+            (queries, k, v, grads, *of_rows[1:], dk, dv, *self._by_key(), self.slopes, layout.bitmaps,
+             *self.bias.tensors),
+            (*_strides(q, k, v, do), *self.sizes, layout.num_k_blocks, self.lists_per_sample, *self.list_sizes,
+             self.exp_scale, self.scale, self.cap, *self.dropout, *self.bias.numbers),
             **self.plain_flags, TILE_Q=config.tile_q, TILE_K=tile_k, PACK=1, TMA=tma, **self._launch_options(config),
         )  # fmt: skip
 
@@ -289,10 +284,11 @@ class Call:
         for first_sample, samples, first_head, heads in sums.launches():
             self._launch(
                 dq_kernel, (tiles * samples * (heads // owned["PACK"]),),
-                (q, keys, values, do, *of_rows[1:], dq, *sums.tensors, *self._by_query(), *self.masks, self.slopes,
+                (q, keys, values, do, *of_rows[1:], dq, *sums.tensors, *self._by_query(self.padding), self.slopes,
                  layout.bitmaps, *self.bias.tensors),
-                (*_strides(q, k, v, do), *self.sizes, layout.num_q_blocks, *self.list_sizes, self.exp_scale, self.scale,
-                 self.cap, *self.dropout, *self.bias.numbers, *sums.numbers, first_sample, first_head, heads),
+                (*_strides(q, k, v, do), *self.sizes, layout.num_q_blocks, self.lists.lists_per_sample,
+                 *self.list_sizes, self.exp_scale, self.scale, self.cap, *self.dropout, *self.bias.numbers,
+                 *sums.numbers, first_sample, first_head, heads),
                 **self.plain_flags, **sums.flags, **owned, TILE_K=config.tile_k, TMA=tma,
                 **self._launch_options(config),
             )  # fmt: skip
@@ -309,8 +305,8 @@ class Call:
         for programs, schedule in self._schedules(layout.num_q_blocks, layout.block_q // 128, self.heads):
             self._launch(
                 hopper_forward.forward_kernel, (programs,),
-                (*described, lse, *self._by_query(), *self.masks, self.slopes),
-                (*self.sizes, layout.num_q_blocks, *self.list_sizes, *schedule,
+                (*described, lse, *self._by_query(self.key_bits), self.slopes),
+                (*self.sizes, layout.num_q_blocks, self.lists.lists_per_sample, *self.list_sizes, *schedule,
                  layout.num_k_blocks // layout.num_residues, self.exp_scale, self.cap, *self.dropout),
                 **self._hopper_flags(), TILE_K=tile_k, Q_STAGES=q_stages, KV_STAGES=kv_stages,
                 num_warps=4, maxnreg=168,
@@ -323,11 +319,12 @@ class Call:
             stream, num_stages = HOPPER_DKV_NARROW
         stream = min(stream, layout.block_q if of_keys else layout.block_k)
         if of_keys:
-            lists, work = layout.by_key, layout.key_work
+            lists, lists_per_sample = self._by_key(), self.lists_per_sample
             num_blocks, walked = layout.num_k_blocks, layout.num_q_blocks
             tiles, heads = layout.block_k // 128, self.heads_kv
         else:
-            lists, work = layout.by_query, layout.query_work
+            lists = [*layout.by_query.tensors()[:2], *self._by_query(self.key_bits)]
+            lists_per_sample = self.lists.lists_per_sample
             num_blocks, walked = layout.num_q_blocks, layout.num_k_blocks
             tiles, heads = layout.block_q // 128, self.heads
         of_q, of_k = (stream, 64) if of_keys else (64, stream)
@@ -336,9 +333,9 @@ class Call:
         for programs, schedule in self._schedules(num_blocks, tiles, heads):
             self._launch(
                 hopper_backward.backward_kernel, (programs,),
-                (*described, *of_rows[1:], dq, dk, dv, *lists.tensors(), work, *self.masks, self.slopes),
-                (self.batch, *self.sizes, num_blocks, *self.list_sizes, *schedule, walked // layout.num_residues,
-                 self.exp_scale, self.scale, self.cap, *self.dropout),
+                (*described, *of_rows[1:], dq, dk, dv, *lists, self.slopes),
+                (self.batch, *self.sizes, num_blocks, lists_per_sample, *self.list_sizes, *schedule,
+                 walked // layout.num_residues, self.exp_scale, self.scale, self.cap, *self.dropout),
                 **self._hopper_flags(), WIDTH=self.head_dim, WIDTH_V=self.head_dim_v, STREAM=stream,
                 NUM_STAGES=num_stages, OWN_LISTS=self.own_lists, OF_KEYS=of_keys,
                 num_warps=4, maxnreg=168,
@@ -362,8 +359,30 @@ class Call:
         known = {name: value for name, value in self.flags.items() if name not in unknown}
         return known | {"D": box_width(self.head_dim), "D_V": box_width(self.head_dim_v)}
 
-    def _by_query(self) -> list[Tensor]:
-        return [*self.layout.by_query.tensors()[2:], self.layout.query_work]
+    @cached_property
+    def key_bits(self) -> Tensor | None:
+        """What of the keys is padding, as the kernels for Hopper and those of dk and dv read it."""
+        return None if self.padding is None else padding.key_bits(self._launch, self.padding, self.layout)
+
+    @cached_property
+    def lists(self) -> PaddedLists:
+        """The lists by query, without what is padding."""
+        if self.key_bits is None:
+            return padding.unpadded(self.layout, self.lists_per_sample)
+        return padding.padded_lists(self._launch, self.key_bits, self.layout)
+
+    def _by_query(self, of_keys: Tensor | None) -> list[Tensor]:
+        """Lists and masks of a kernel whose programs own queries; `of_keys` is padding as it reads it."""
+        lists, layout = self.lists, self.layout
+        of_keys = self.unused if of_keys is None else of_keys
+        of_lists = [lists.indices, lists.rule_ids, lists.work, layout.rules, layout.documents, lists.branches]
+        return [*of_lists, of_keys, *self.masks]
+
+    def _by_key(self) -> list[Tensor]:
+        """The same, with offsets and splits, where they own keys."""
+        layout = self.layout
+        of_lists = [*layout.by_key.tensors(), layout.key_work, layout.rules, layout.documents, layout.branches]
+        return [*of_lists, self.unused if self.key_bits is None else self.key_bits, *self.masks]
 
     def _query_tiles(self, config: Config, *, alone: bool = False) -> tuple[int, dict[str, int], Config]:
         """Tiles of a head in a kernel whose programs own queries, and what each owns: small blocks take heads together,
