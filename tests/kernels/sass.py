@@ -15,6 +15,7 @@ LINE = re.compile(r"\s+/\*([0-9a-f]{4,5})\*/\s+(?:@!?(U?P\w+) )?([\w.]+)\s*(.*?)
 WRITES = ("U", "R2UR", "S2UR", "VOTEU")
 ONLY_READS = ("UISETP", "UTMA", "UBLK", "UCG", "USETM")
 ENDS = ("EXIT", "RET", "BRX")
+COPIES = ("UMOV", "MOV")
 PADS = ("NOP", "BRA")  # behind the end
 ALWAYS = frozenset({63})  # URZ
 
@@ -36,7 +37,8 @@ def unwritten(text: str) -> list[str]:
     """The instructions of a listing that read a register which some way from its start leaves unwritten, and those
     that no way was found to: nothing is known of them.
 
-    A register that is written under a condition counts as written.
+    A register that is written under a condition counts as written. A copy of what is not written is no reading: halves
+    of pairs are moved so. It leaves the copy unwritten.
     """
     lines = [(int(at, 16), condition, name, rest) for at, condition, name, rest in LINE.findall(text)]
     place = {at: i for i, (at, *_) in enumerate(lines)}
@@ -46,7 +48,8 @@ def unwritten(text: str) -> list[str]:
     written[0], work = ALWAYS, [0]
     while work:
         i = work.pop()
-        now = (written[i] or ALWAYS) | writes[i]
+        now = written[i] or ALWAYS
+        now = now - writes[i] if lines[i][2] == "UMOV" and reads[i] - now else now | writes[i]
         for j in after[i]:
             before = written[j]
             joined = now if before is None else before & now
@@ -56,7 +59,7 @@ def unwritten(text: str) -> list[str]:
     return [
         f"{name} {rest}".strip()
         for (_, _, name, rest), read, known in zip(lines, reads, written, strict=True)
-        if (read - known if known is not None else name not in PADS)
+        if (name not in COPIES and read - known if known is not None else name not in PADS)
     ]
 
 

@@ -68,7 +68,9 @@ def padded_lists(launch: Callable[..., None], bits: Tensor, layout: BlockLayout)
         raise ValueError(
             f"with key_padding_mask, batch × active blocks must be less than {2**31}, got {copies * num_entries}"
         )
-    indices, rule_ids = (x.new_empty(copies * len(x)) for x in (lists.indices, lists.rule_ids))
+    indices = lists.indices.new_empty(copies * num_entries)
+    # A kernel may look at the entry before an empty row, and at the rule that this names.
+    rule_ids = lists.rule_ids.new_zeros(copies * len(lists.rule_ids))
     rows = len(work) * copies // batch  # of a sample
     of_samples = work.new_empty(batch * rows, 5)
     launch(
