@@ -152,6 +152,8 @@ CALLS = {
 HOPPER_CALLS = {
     "large tiles": {"head_dim": 128, "dtype": torch.bfloat16},
     "narrow keys": {"head_dim": 64, "dtype": torch.bfloat16, "block": (128, 64)},
+    "small heads": {"head_dim": 32, "dtype": torch.bfloat16},
+    "odd heads, narrow values": {"head_dim": 80, "head_dim_v": 40, "dtype": torch.bfloat16},
     "masks": {"head_dim": 64, "dtype": torch.bfloat16, "masks": True},
     "shaped": {"head_dim": 64, "dtype": torch.bfloat16, "shaped": True},
     "dropped": {"head_dim": 64, "dtype": torch.bfloat16, "shaped": True, "dropout_p": 0.6},

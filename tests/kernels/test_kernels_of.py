@@ -55,15 +55,47 @@ def test_the_named_kernels_are_those_that_are_launched(name, capability):
     assert all(kernels.startswith(("warp-specialised", "plain Triton: ")) for kernels in named.values())
 
 
-@pytest.mark.parametrize("head_dim_v", [64, 100])
-def test_values_of_another_width_are_for_the_plain_kernels(head_dim_v):
-    call = {"head_dim": 128, "head_dim_v": head_dim_v, "dtype": torch.float16}
-    assert not any(launched(launches_of((9, 0), **call)).values())
-    q, k, v = (torch.empty(1, 512, 4, width, dtype=torch.float16) for width in (128, 128, head_dim_v))
-    layout = BlockLayout.from_pattern(SlidingWindow(100, 0), 512, block_size=128)
-    with recorded((9, 0)):
-        named = launch.kernels_of(q, k, v, layout, CallOptions(1.0))
-    assert set(named.values()) == {"plain Triton: the others are for v as wide as q and k"}
+def named_and_launched(width, width_v, last_stride=1):
+    """What is named and what is launched for heads of some width, whose rows lie so far apart."""
+    q, k = (torch.empty(1, 512, 4, width + last_stride - 1, dtype=torch.float16)[..., :width] for _ in range(2))
+    v, do = (torch.empty(1, 512, 4, width_v, dtype=torch.float16) for _ in range(2))
+    layout, options = BlockLayout.from_pattern(SlidingWindow(100, 0), 512, block_size=128), CallOptions(1.0)
+    with recorded((9, 0)) as launches:
+        named = launch.kernels_of(q, k, v, layout, options)
+        out, lse = launch.forward(q, k, v, layout, options)
+        launch.backward(do, None, q, k, v, out, lse, layout, options)
+    return named, launched(launches)
+
+
+@pytest.mark.parametrize("width", [8, 24, 32, 40, 80, 96, 112, 128])
+@pytest.mark.parametrize("width_v", [16, 64, 120])
+def test_heads_of_every_multiple_of_8(width, width_v):
+    named, found = named_and_launched(width, width_v)
+    assert set(named.values()) == {"warp-specialised, for Hopper"}
+    assert all(found.values())
+
+
+@pytest.mark.parametrize("widths", [(192, 128), (256, 256), (64, 200)])
+def test_large_heads_have_a_forward_alone(widths):
+    named, found = named_and_launched(*widths)
+    assert found == {"forward": True, "backward, dk and dv": False, "backward, dq": False}
+    assert named.pop("forward") == "warp-specialised, for Hopper"
+    assert set(named.values()) == {"plain Triton: the others are for heads of at most 128"}
+
+
+@pytest.mark.parametrize("widths", [(60, 64), (64, 60)])
+def test_other_widths_are_for_the_plain_kernels(widths):
+    named, found = named_and_launched(*widths)
+    assert not any(found.values())
+    assert set(named.values()) == {"plain Triton: the copy engine takes heads whose width is a multiple of 8"}
+
+
+@pytest.mark.parametrize(("further", "hopper"), [(8, True), (4, False)])
+def test_rows_may_lie_apart_by_whole_steps_of_the_copy_engine(further, hopper):
+    named, found = named_and_launched(64, 64, 1 + further)
+    assert set(found.values()) == {hopper}
+    if not hopper:
+        assert set(named.values()) == {"plain Triton: the copy engine cannot read these strides or addresses"}
 
 
 def test_both_kinds_are_met():
