@@ -71,7 +71,7 @@ def recorded(capability):
     patches = [
         patch.object(module, name, Recorder(getattr(module, name), launches))
         for module, names in (
-            (launch, ("forward_kernel", "rows_kernel", "dq_kernel", "dkv_kernel")),
+            (launch, ("forward_kernel", "rows_kernel", "round_kernel", "dq_kernel", "dkv_kernel")),
             (hopper_forward, ("forward_kernel",)),
             (hopper_backward, ("backward_kernel",)),
             (decode, ("decode_kernel", "merge_kernel")),
@@ -166,7 +166,7 @@ def every_bias(heads, seq, shared):
 
 def launches_of(
     capability, *, head_dim, dtype, head_dim_v=None, block=128, heads_kv=2, everything=False, masks=False, shaped=False,
-    dropout_p=0.0, segments=None, bitmaps=False, biased=False,
+    dropout_p=0.0, segments=None, bitmaps=False, biased=False, deterministic=True,
 ):  # fmt: skip
     """What forward and backward of a call launch."""
     seq, heads = 512, 4
@@ -181,7 +181,8 @@ def launches_of(
     if everything:
         pattern = PerHead((SlidingWindow(9, 9) | GlobalTokens(3), Full(), Full(), Full())) & Documents((100, 412))
         padding, ids = torch.zeros(1, seq, dtype=torch.bool), torch.zeros(1, seq, dtype=torch.int64)
-        extras = CallOptions(-1.0, 0.1, 30.0, padding, ids, torch.tensor(3), bias=Bias(torch.ones(1, heads, 1)))
+        extras = CallOptions(-1.0, 0.1, 30.0, deterministic, padding, ids, torch.tensor(3), bias=Bias(torch.ones(1, heads, 1)))
+    extras = extras._replace(deterministic=deterministic)
     wanted = ()
     if biased:
         extras = extras._replace(bias=every_bias(heads, seq, everything))

@@ -19,7 +19,7 @@ from ..layout import BlockLayout
 from ..layout.lists import neighbourhood
 from ..options import CallOptions
 from . import launcher
-from .backward import dkv_kernel, dq_kernel, rows_kernel
+from .backward import dkv_kernel, dq_kernel, round_kernel, rows_kernel
 from .bias_arguments import BiasArguments, BiasSums, NoSums
 from .common import cap_kind
 from .configs import (
@@ -27,6 +27,7 @@ from .configs import (
     HOPPER_BACKWARD,
     HOPPER_DKV_NARROW,
     HOPPER_FORWARD,
+    HOPPER_FUSED,
     Config,
     Configs,
     configs,
@@ -38,7 +39,7 @@ from .tile_scheduler import TileSchedule, tile_schedules
 
 INTERPRETED = triton.knobs.runtime.interpret
 try:
-    from . import hopper_backward, hopper_common, hopper_forward
+    from . import hopper_backward, hopper_common, hopper_dkv, hopper_forward
 except ImportError:  # Gluon is Triton's experiment: where it lacks what we use, the plain kernels run
     HAVE_GLUON = False
 else:
@@ -48,8 +49,9 @@ else:
 Grads = tuple[Tensor, Tensor, Tensor]
 # To hash every pair takes longer than all products of small heads, and the plain kernel has more warps for it.
 SMALL_HEAD = 64
-# lse and delta of every row, in units of the kernels and up to whole blocks: both together, then each.
-Rows = tuple[Tensor, Tensor, Tensor]
+# lse and delta of every row, in units of the kernels and up to whole blocks: both together, then each. Behind them the
+# sums of dq, where one kernel computes all gradients.
+Rows = tuple[Tensor, ...]
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, options: CallOptions) -> tuple[Tensor, Tensor]:
@@ -96,7 +98,7 @@ def backward(
     key = _call_key(options, *given)
     known = layout.call_cache.get(key)
     if known:
-        grads, of_rows = _gradients(q, k, v, layout)
+        grads, of_rows = _gradients(q, k, v, layout, fused=known.num_tensors > len(given) + 6)
         known((*given, *of_rows, *grads))
         return grads
     call = Call(q, k, v, layout, options)
@@ -109,7 +111,7 @@ def _call_key(options: CallOptions, *tensors: Tensor) -> tuple[Any, ...] | None:
     """What calls over a layout share that launch the same but for their tensors; None where a mask is among these."""
     if options.has_tensors:
         return None
-    return options.scale, options.softcap, precision_of(tensors[0].dtype), *map(launcher.like, tensors)
+    return options.scale, options.softcap, options.deterministic, precision_of(tensors[0].dtype), *map(launcher.like, tensors)
 
 
 def _remember(key: tuple[Any, ...] | None, call: Call, tensors: tuple[Tensor, ...]) -> None:
@@ -135,7 +137,7 @@ class Call:
         options: CallOptions,
     ) -> None:
         self.q, self.k, self.v = contiguous_rows(q), contiguous_rows(k), contiguous_rows(v)
-        self.layout, self.scale = layout, options.scale
+        self.layout, self.scale, self.deterministic = layout, options.scale, options.deterministic
         self.as_given = self.q is q and self.k is k and self.v is v  # no tensor had to be copied
         self.launches: list[launcher.Launched | None] = []
         self.batch, self.seq_q, self.heads, self.head_dim = q.shape
@@ -225,16 +227,26 @@ class Call:
         out, lse = out.contiguous(), lse.contiguous()  # a ring gives parts of its own
         dlse = None if dlse is None else dlse.contiguous()
         self.as_given &= all(map(operator.is_, given, (do, dlse, out, lse)))
-        (dq, dk, dv), of_rows = _gradients(q, k, v, layout)
+        on_hopper = self._on_hopper(layout.block_k, layout.block_q, q, k, v, do)
+        fused = on_hopper and not wanted and not self.deterministic
+        (dq, dk, dv), of_rows = _gradients(q, k, v, layout, fused=fused)
         padded_q, tile = of_rows[0].shape[-1], min(64, layout.block_q)
         self._launch(
             rows_kernel, (padded_q // tile * self.batch * self.heads,),
-            (out, do, lse if dlse is None else dlse, lse, *of_rows[1:]),
+            (out, do, lse if dlse is None else dlse, lse, *of_rows[1:3], of_rows[-1]),
             (*do.stride()[:3], self.heads, self.seq_q, padded_q, layout.num_residues),
             D=self.head_dim_v, PADDED_D=self.flags["PADDED_D_V"], TILE=tile, BASE_E=self.flags["BASE_E"],
-            DLSE=dlse is not None,
+            DLSE=dlse is not None, SUMS=fused,
         )  # fmt: skip
-        if self._on_hopper(layout.block_k, layout.block_q, q, k, v, do):
+        if fused:
+            sums = of_rows[-1]
+            self._hopper_backward(do, of_rows, sums, dk, dv, of_keys=True, fused=True)
+            self._launch(
+                round_kernel, (sums.numel() // (64 * 64),), (sums, dq), (self.heads, self.seq_q, padded_q,
+                layout.num_residues, self.scale * self.dropout[1]), D=self.head_dim, num_warps=4,
+            )
+            return (dq, dk, dv), of_rows, []
+        if on_hopper:
             self._hopper_backward(do, of_rows, dq, dk, dv, of_keys=True)
         else:
             self._plain_dkv(do, of_rows, dk, dv)
@@ -317,12 +329,20 @@ class Call:
                 num_warps=4, maxnreg=168,
             )  # fmt: skip
 
-    def _hopper_backward(self, do: Tensor, of_rows: Rows, dq: Tensor, dk: Tensor, dv: Tensor, *, of_keys: bool) -> None:
+    def _hopper_backward(
+        self, do: Tensor, of_rows: Rows, dq: Tensor, dk: Tensor, dv: Tensor, *, of_keys: bool, fused: bool = False
+    ) -> None:
         layout = self.layout
         stream, num_stages = HOPPER_BACKWARD[self.head_dim]
+        if fused:
+            stream, num_stages = HOPPER_FUSED[self.head_dim]
         if of_keys and (self.flags["SOFTCAP"] or self.flags["ALIBI"] or self.flags["DROPOUT"]):
             stream, num_stages = HOPPER_DKV_NARROW
         stream = min(stream, layout.block_q if of_keys else layout.block_k)
+        kind = 0
+        if fused:
+            # A warpgroup gets 64 × 64 numbers of dq: half of them, or all.
+            kind = hopper_dkv.HALVES.value if stream * self.head_dim == 2 * 64 * 64 else hopper_dkv.OWN.value
         if of_keys:
             lists, work = layout.by_key, layout.key_work
             num_blocks, walked = layout.num_k_blocks, layout.num_q_blocks
@@ -335,14 +355,16 @@ class Call:
         inputs = (self.q, self.k, self.v, do)
         described = self._described(inputs, (of_q, of_k, of_k, of_q))
         described.append(hopper_common.describe_rows(of_rows[0], stream))
+        described += self._described((dk, dv), (64, 64))
+        dqs = hopper_common.describe_sums(dq) if fused else dq
         for programs, schedule in self._schedules(num_blocks, tiles, heads):
             self._launch(
                 hopper_backward.backward_kernel, (programs,),
-                (*described, *of_rows[1:], dq, dk, dv, *lists.tensors(), work, *self.masks, self.slopes),
+                (*described, dqs, *of_rows[1:3], *lists.tensors(), work, *self.masks, self.slopes),
                 (self.batch, *self.sizes, num_blocks, *self.list_sizes, *schedule, walked // layout.num_residues,
                  *(x.stride(1) for x in inputs), self.exp_scale, self.scale, self.cap, *self.dropout),
                 **self._hopper_flags(), STREAM=stream, NUM_STAGES=num_stages, OWN_LISTS=self.own_lists, OF_KEYS=of_keys,
-                num_warps=4, maxnreg=168,
+                SUMS=kind, num_warps=4, maxnreg=168,
             )  # fmt: skip
 
     def _schedules(self, rows: int, tiles: int, heads: int) -> tuple[tuple[int, TileSchedule], ...]:
@@ -437,12 +459,15 @@ def results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return out, torch.empty(batch, heads, seq_q, dtype=torch.float32, device=q.device)
 
 
-def _gradients(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout) -> tuple[Grads, Rows]:
+def _gradients(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, *, fused: bool) -> tuple[Grads, Rows]:
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     padded_q = layout.num_q_blocks * layout.block_q
     of_rows = torch.empty(2, q.shape[0], q.shape[2], padded_q, dtype=torch.float32, device=q.device)
     lse, delta = of_rows.unbind()
-    return (dq, dk, dv), (of_rows, lse, delta)
+    if not fused:
+        return (dq, dk, dv), (of_rows, lse, delta)
+    sums = torch.empty(*of_rows.shape[1:], q.shape[3], dtype=torch.float32, device=q.device)
+    return (dq, dk, dv), (of_rows, lse, delta, sums)
 
 
 def precision_of(dtype: torch.dtype) -> str:
