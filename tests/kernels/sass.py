@@ -95,4 +95,4 @@ def _successors(lines: list[tuple[int, str, str, str]], place: dict[int, int]) -
         after.append(follows)
     # Where a jump by table may go: to what nothing else leads to.
     entries = [i + 1 for i, follows in enumerate(after[:-1]) if i + 1 not in follows and i + 1 not in targets]
-    return [entries if name == "BRX" else follows for (_, _, name, _), follows in zip(lines, after, strict=True)]
+    return [entries if name.startswith("BRX") else follows for (_, _, name, _), follows in zip(lines, after, strict=True)]

@@ -44,7 +44,6 @@ from .hopper_common import (
     ScoreMods,
     aggregate,
     as_block,
-    as_row,
     load_block,
     new_barriers,
     reaching,
