@@ -271,7 +271,7 @@ def _store(x, value, tile, heads, WHO: gl.constexpr, sums, D: gl.constexpr):
 
 @gluon.jit
 def compute_dkv(
-    WHO: gl.constexpr, dk, dv, total, scale_out, rings, sums, lists, head_lists, masks, mods, D: gl.constexpr
+    WHO: gl.constexpr, dk, dv, total, scale_out, rings, sums, lists, head_lists, masks, mods, D: gl.constexpr, AHEAD: gl.constexpr
 ):  # fmt: skip
     stream, ds = rings.stream, sums.ds
     STREAM: gl.constexpr = lists.STREAM
@@ -300,14 +300,17 @@ def compute_dkv(
         dkeys = gl.zeros([ROWS, D], gl.float32, GRADS)
         dvalues = gl.zeros([ROWS, D], gl.float32, GRADS)
         rings.own.wait(turn)
-        if step < last_step:
-            stream.wait(step)
+        if AHEAD:  # noqa: SIM102
+            if step < last_step:
+                stream.wait(step)
         # After the last step of a tile, scores are computed of what is in the buffer, and nobody reads them: products
         # behind a branch would be waited for at its end.
-        scores = warpgroup_mma(
-            k, stream.buffers.index(stream.place(step)).permute((1, 0)), nothing, use_acc=False, is_async=True
-        )
-        scores = warpgroup_mma_wait(0, deps=[scores])
+        scores = nothing
+        if AHEAD:
+            scores = warpgroup_mma(
+                k, stream.buffers.index(stream.place(step)).permute((1, 0)), nothing, use_acc=False, is_async=True
+            )
+            scores = warpgroup_mma_wait(0, deps=[scores])
         for member in range(lists.group):
             walk = _walk_of(member, tile, lists, head_lists, mods)
             num_full, num = (walk.split - walk.begin) * PARTS, (walk.end - walk.begin) * PARTS
@@ -320,7 +323,12 @@ def compute_dkv(
                     place = stream.place(step)
                     other = gl.load(lists.indices + walk.begin + i // PARTS)
                     q, grad = stream.buffers.index(place), rings.stream_b.index(place)
+                    if not AHEAD:
+                        stream.wait(step)
+                        pending_scores = warpgroup_mma(k, q.permute((1, 0)), nothing, use_acc=False, is_async=True)
                     pending_dweights = warpgroup_mma(v, grad.permute((1, 0)), nothing, use_acc=False, is_async=True)
+                    if not AHEAD:
+                        scores = warpgroup_mma_wait(1, deps=[pending_scores])
                     weights, softcap_grad = _weights(
                         scores, rings.lse.index(place), other, i, keys, walk, tile, query_lane, lists, masks, mods,
                         BOUNDED, MASKED,
@@ -343,20 +351,22 @@ def compute_dkv(
                         _publish(dscores, step, WHO, sums)
                     dvalues, dkeys = warpgroup_mma_wait(IN_FLIGHT, deps=[pending_dvalues, pending_dkeys])
                     stream.release(step)
-                    if step + 1 < last_step:
-                        stream.wait(step + 1)
-                    pending_scores = warpgroup_mma(
-                        k, stream.buffers.index(stream.place(step + 1)).permute((1, 0)), nothing, use_acc=False,
-                        is_async=True,
-                    )  # fmt: skip
+                    if AHEAD:
+                        if step + 1 < last_step:
+                            stream.wait(step + 1)
+                        pending_scores = warpgroup_mma(
+                            k, stream.buffers.index(stream.place(step + 1)).permute((1, 0)), nothing, use_acc=False,
+                            is_async=True,
+                        )  # fmt: skip
                     if SUMS:
-                        dq = warpgroup_mma_wait(1, deps=[pending_dq])
+                        dq = warpgroup_mma_wait(1 if AHEAD else 0, deps=[pending_dq])
                         if step > first_step:
                             if SUMS == HALVES:
                                 ds.release(step - 1)
                             _add(dq, target, total, WHO, sums)
                         target = _target(other, i, WHO, tile, walk, lists, SUMS, D)
-                    scores = warpgroup_mma_wait(0, deps=[pending_scores])
+                    if AHEAD:
+                        scores = warpgroup_mma_wait(0, deps=[pending_scores])
                     step += 1
         if SUMS:  # noqa: SIM102
             if step > first_step:

@@ -46,6 +46,7 @@ else:
     HAVE_GLUON = not INTERPRETED
 
 
+EXPERIMENT = {"AHEAD": True, "DS_STAGES": 2}
 Grads = tuple[Tensor, Tensor, Tensor]
 # To hash every pair takes longer than all products of small heads, and the plain kernel has more warps for it.
 SMALL_HEAD = 64
@@ -364,7 +365,7 @@ class Call:
                 (self.batch, *self.sizes, num_blocks, *self.list_sizes, *schedule, walked // layout.num_residues,
                  *(x.stride(1) for x in inputs), self.exp_scale, self.scale, self.cap, *self.dropout),
                 **self._hopper_flags(), STREAM=stream, NUM_STAGES=num_stages, OWN_LISTS=self.own_lists, OF_KEYS=of_keys,
-                SUMS=kind, num_warps=4, maxnreg=168,
+                SUMS=kind, **EXPERIMENT, num_warps=4, maxnreg=168,
             )  # fmt: skip
 
     def _schedules(self, rows: int, tiles: int, heads: int) -> tuple[tuple[int, TileSchedule], ...]:
