@@ -23,6 +23,8 @@ def launched(launches):
     for kernel, _, constants in launches:
         if kernel in (hopper_forward.forward_kernel, launch.forward_kernel):
             found["forward"] = kernel is hopper_forward.forward_kernel
+        elif kernel is hopper_backward.backward_kernel and constants["SUMS"]:
+            found["backward"] = True
         elif kernel is hopper_backward.backward_kernel:
             found["backward, dk and dv" if constants["OF_KEYS"] else "backward, dq"] = True
         elif kernel is launch.dkv_kernel:

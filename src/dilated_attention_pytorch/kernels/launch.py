@@ -418,10 +418,15 @@ def kernels_of(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, options: Ca
         reasons["backward, dq"] = reasons["forward"] or "it sums the gradient of the bias"
     if options.dropout_p > 0 and q.shape[3] <= SMALL_HEAD:
         reasons["forward"] = reasons["forward"] or "it is faster for dropout with small heads"
-    return {
-        part: f"plain Triton: {reason}" if reason else "warp-specialised, for Hopper"
-        for part, reason in reasons.items()
-    }
+    of_hopper = "warp-specialised, for Hopper"
+    named = {part: f"plain Triton: {reason}" if reason else of_hopper for part, reason in reasons.items()}
+    if reasons["backward, dk and dv"] is None and not options.learned():
+        if options.deterministic:
+            named["backward, dk and dv"] += ": dq apart, for the same bits each time (deterministic=True)"
+        else:
+            del named["backward, dk and dv"], named["backward, dq"]
+            named["backward"] = f"{of_hopper}: one kernel, which adds up dq in any order (deterministic=False)"
+    return named
 
 
 def _plain_reason(
