@@ -139,7 +139,8 @@ class CallOptions(NamedTuple):
         given: dict[str, Any] = dict(zip(names.split(), tensors, strict=True))
         of_bias = {name.removeprefix(OF_BIAS): given.pop(name) for name in [*given] if name.startswith(OF_BIAS)}
         scale, dropout_p, softcap, deterministic = numbers
-        return CallOptions(scale, dropout_p, softcap, bool(deterministic), **given, bias=Bias(**of_bias) if of_bias else None)
+        bias = Bias(**of_bias) if of_bias else None
+        return CallOptions(scale, dropout_p, softcap, bool(deterministic), **given, bias=bias)
 
 
 # The fields: numbers, tensors, and the bias, whose tensors have names that begin so.

@@ -186,7 +186,8 @@ def launches_of(
     if everything:
         pattern = PerHead((SlidingWindow(9, 9) | GlobalTokens(3), Full(), Full(), Full())) & Documents((100, 412))
         padding, ids = torch.zeros(1, seq, dtype=torch.bool), torch.zeros(1, seq, dtype=torch.int64)
-        extras = CallOptions(-1.0, 0.1, 30.0, deterministic, padding, ids, torch.tensor(3), bias=Bias(torch.ones(1, heads, 1)))
+        of_call = padding, ids, torch.tensor(3)
+        extras = CallOptions(-1.0, 0.1, 30.0, True, *of_call, bias=Bias(torch.ones(1, heads, 1)))
     extras = extras._replace(deterministic=deterministic)
     wanted = ()
     if biased:

@@ -95,4 +95,5 @@ def _successors(lines: list[tuple[int, str, str, str]], place: dict[int, int]) -
         after.append(follows)
     # Where a jump by table may go: to what nothing else leads to.
     entries = [i + 1 for i, follows in enumerate(after[:-1]) if i + 1 not in follows and i + 1 not in targets]
-    return [entries if name.startswith("BRX") else follows for (_, _, name, _), follows in zip(lines, after, strict=True)]
+    by_table = [name.startswith("BRX") for _, _, name, _ in lines]
+    return [entries if jumps else follows for jumps, follows in zip(by_table, after, strict=True)]

@@ -26,8 +26,11 @@ COVERING = {
     "12.0": ("few rows", "large heads", "single precision", "everything", "dilated, uneven", "bitmaps, small blocks",
              "biased, small blocks", "mean"),
 }  # fmt: skip
-# How many kernels each call launches: forward and rows, dq, dk and dv, or these in one and the rounding of dq; decoding; pooling and masses; lists.
-LAUNCHES = {"everything": 6, "fused, everything": 6, "single precision": 6, "mean": 2 + 13, "biased, small blocks": 3 + 4}
+# How many kernels each call launches: forward and rows, dq, dk and dv (or these in one, and the rounding of dq);
+# decoding; pooling and masses; lists.
+LAUNCHES = {
+    "everything": 6, "fused, everything": 6, "single precision": 6, "mean": 2 + 13, "biased, small blocks": 3 + 4
+}  # fmt: skip
 
 
 def compiled_for(capability):

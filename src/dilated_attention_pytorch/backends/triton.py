@@ -86,7 +86,7 @@ def backward(
 
 
 def workspace(request: SizeRequest) -> Workspace:
-    """Backward: lse and delta of every row, up to whole blocks, in float32, and dq where it is added up in any order."""
+    """Backward: lse and delta of every row, up to whole blocks, in float32; dq where it is added up in any order."""
     shape, lists = request.shape, request.lists
     numbers = 2 + (shape.head_dim if _sums_dq(request) else 0)
     return Workspace(0, numbers * 4 * shape.batch * shape.heads * lists.num_q_blocks * lists.block_q)

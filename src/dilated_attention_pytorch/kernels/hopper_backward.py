@@ -30,7 +30,6 @@ from .common import (
     log_multiplicity,
 )
 from .forward import VARYING
-from .hopper_dkv import Sums, compute_dkv, modify
 from .hopper_common import (
     BYTES,
     COMPUTE_REGS,
@@ -48,6 +47,7 @@ from .hopper_common import (
     new_barriers,
     reaching,
 )
+from .hopper_dkv import Sums, compute_dkv, modify
 
 
 @aggregate

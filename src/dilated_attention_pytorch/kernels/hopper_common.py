@@ -55,9 +55,7 @@ else:
     @builtin
     def add_block(tensor_desc, coord, src, _semantic=None):
         coord = _semantic._convert_to_ir_values(coord, require_i64=False)
-        _semantic.builder.create_async_tma_reduce(
-            ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coord, src.handle
-        )
+        _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coord, src.handle)
 
 
 BYTES = gl.constexpr(2)  # of a number

@@ -271,7 +271,8 @@ def _store(x, value, tile, heads, WHO: gl.constexpr, sums, D: gl.constexpr):
 
 @gluon.jit
 def compute_dkv(
-    WHO: gl.constexpr, dk, dv, total, scale_out, rings, sums, lists, head_lists, masks, mods, D: gl.constexpr, AHEAD: gl.constexpr
+    WHO: gl.constexpr, dk, dv, total, scale_out, rings, sums, lists, head_lists, masks, mods,
+    D: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
     stream, ds = rings.stream, sums.ds
     STREAM: gl.constexpr = lists.STREAM

@@ -112,7 +112,8 @@ def _call_key(options: CallOptions, *tensors: Tensor) -> tuple[Any, ...] | None:
     """What calls over a layout share that launch the same but for their tensors; None where a mask is among these."""
     if options.has_tensors:
         return None
-    return options.scale, options.softcap, options.deterministic, precision_of(tensors[0].dtype), *map(launcher.like, tensors)
+    numbers = options.scale, options.softcap, options.deterministic
+    return *numbers, precision_of(tensors[0].dtype), *map(launcher.like, tensors)
 
 
 def _remember(key: tuple[Any, ...] | None, call: Call, tensors: tuple[Tensor, ...]) -> None:
@@ -243,8 +244,12 @@ class Call:
             sums = of_rows[-1]
             self._hopper_backward(do, of_rows, sums, dk, dv, of_keys=True, fused=True)
             self._launch(
-                round_kernel, (sums.numel() // (64 * 64),), (sums, dq), (self.heads, self.seq_q, padded_q,
-                layout.num_residues, self.scale * self.dropout[1]), D=self.head_dim, num_warps=4,
+                round_kernel,
+                (sums.numel() // (64 * 64),),
+                (sums, dq),
+                (self.heads, self.seq_q, padded_q, layout.num_residues, self.scale * self.dropout[1]),
+                D=self.head_dim,
+                num_warps=4,
             )
             return (dq, dk, dv), of_rows, []
         if on_hopper:
