@@ -255,7 +255,7 @@ def backward_kernel(
     NEGATIVE_SCALE: gl.constexpr, HAS_RULE_IDS: gl.constexpr, ONE_INTERVAL: gl.constexpr, DOCUMENTS: gl.constexpr,
     PADDING: gl.constexpr, DOCUMENT_IDS: gl.constexpr, DILATED: gl.constexpr, SOFTCAP: gl.constexpr,
     ALIBI: gl.constexpr, DROPOUT: gl.constexpr, OWN_LISTS: gl.constexpr, OF_KEYS: gl.constexpr,
-    SUMS: gl.constexpr, AHEAD: gl.constexpr, DS_STAGES: gl.constexpr,
+    SUMS: gl.constexpr, AHEAD: gl.constexpr, HELD: gl.constexpr, DS_STAGES: gl.constexpr,
 ):  # fmt: skip
     """dk and dv (OF_KEYS; the lists are those by key) or dq.
 
@@ -302,8 +302,8 @@ def backward_kernel(
     if OF_KEYS:
         steps = (k_step, v_step, q_step, g_step)
         gl.warp_specialize([
-            (compute_dkv, (0, dk, dv, dq, scale_out, rings, sums, lists, head_lists, masks, mods, D, AHEAD)),
-            (compute_dkv, (1, dk, dv, dq, scale_out, rings, sums, lists, head_lists, masks, mods, D, AHEAD)),
+            (compute_dkv, (0, dk, dv, dq, scale_out, rings, sums, lists, head_lists, masks, mods, D, AHEAD, HELD)),
+            (compute_dkv, (1, dk, dv, dq, scale_out, rings, sums, lists, head_lists, masks, mods, D, AHEAD, HELD)),
             (_fetch, (k, v, q, grad, of_rows, batch, rings, lists, head_lists, steps, D, True)),
         ], [4, 1], [COMPUTE_REGS, FETCH_REGS])  # fmt: skip
     else:

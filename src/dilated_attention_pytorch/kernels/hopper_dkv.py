@@ -272,7 +272,7 @@ def _store(x, value, tile, heads, WHO: gl.constexpr, sums, D: gl.constexpr):
 @gluon.jit
 def compute_dkv(
     WHO: gl.constexpr, dk, dv, total, scale_out, rings, sums, lists, head_lists, masks, mods,
-    D: gl.constexpr, AHEAD: gl.constexpr,
+    D: gl.constexpr, AHEAD: gl.constexpr, HELD: gl.constexpr,
 ):  # fmt: skip
     stream, ds = rings.stream, sums.ds
     STREAM: gl.constexpr = lists.STREAM
@@ -291,7 +291,6 @@ def compute_dkv(
     key_lane = gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
     query_lane = gl.arange(0, STREAM, gl.SliceLayout(0, SCORES))
     nothing = gl.zeros([ROWS, STREAM], gl.float32, SCORES)
-    k, v = rings.own.buffers.index(WHO), rings.own_b.index(WHO)
     step = 0
     for turn in range(lists.turns()):
         tile = lists.tile(turn, heads_kv, lists.group)
@@ -301,6 +300,11 @@ def compute_dkv(
         dkeys = gl.zeros([ROWS, D], gl.float32, GRADS)
         dvalues = gl.zeros([ROWS, D], gl.float32, GRADS)
         rings.own.wait(turn)
+        if HELD:
+            k = rings.own.buffers.index(WHO).load(gl.DotOperandLayout(0, SCORES, 2))
+            v = rings.own_b.index(WHO).load(gl.DotOperandLayout(0, SCORES, 2))
+        else:
+            k, v = rings.own.buffers.index(WHO), rings.own_b.index(WHO)
         if AHEAD:  # noqa: SIM102
             if step < last_step:
                 stream.wait(step)

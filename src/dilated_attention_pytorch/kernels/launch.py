@@ -46,7 +46,7 @@ else:
     HAVE_GLUON = not INTERPRETED
 
 
-EXPERIMENT = {"AHEAD": True, "DS_STAGES": 2}
+EXPERIMENT = {"AHEAD": True, "HELD": False, "DS_STAGES": 2}
 Grads = tuple[Tensor, Tensor, Tensor]
 # To hash every pair takes longer than all products of small heads, and the plain kernel has more warps for it.
 SMALL_HEAD = 64
