@@ -73,11 +73,11 @@ def _registers(name: str, rest: str) -> tuple[frozenset[int], frozenset[int]]:
     read = set()
     for operand in operands:
         for before, number in re.findall(r"(gdesc\[)?\bUR(\d+)\b", operand):
-            # A product takes descriptors of both sides, or of the second if the first is in registers.
-            width = 1 if not before else 2 if re.search(r", R\d+, gdesc", rest) else 4
-            if not before and name.startswith(("UIADD3.64", "UTMA")):
-                width = 2
-            read |= set(range(int(number), int(number) + width))
+            first, width = int(number), 2 if name.startswith(("UIADD3.64", "UTMA")) else 1
+            if before:  # a product takes descriptors of both sides, or of the second if the first is in registers
+                alone = re.search(r", R\d+, gdesc", rest) is not None
+                first, width = (first + 2, 2) if alone else (first, 4)
+            read |= set(range(first, first + width))
     return frozenset(written), frozenset(read - ALWAYS)
 
 
