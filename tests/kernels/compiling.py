@@ -72,7 +72,7 @@ def recorded(capability):
     patches = [
         patch.object(module, name, Recorder(getattr(module, name), launches))
         for module, names in (
-            (launch, ("forward_kernel", "rows_kernel", "dq_kernel", "dkv_kernel")),
+            (launch, ("forward_kernel", "rows_kernel", "round_kernel", "dq_kernel", "dkv_kernel")),
             (hopper_forward, ("forward_kernel",)),
             (hopper_backward, ("backward_kernel",)),
             (padding, ("key_bits_kernel", "padded_lists_kernel")),
@@ -158,6 +158,11 @@ HOPPER_CALLS = {
     "shaped": {"head_dim": 64, "dtype": torch.bfloat16, "shaped": True},
     "dropped": {"head_dim": 64, "dtype": torch.bfloat16, "shaped": True, "dropout_p": 0.6},
     "dropped, large tiles": {"head_dim": 128, "dtype": torch.bfloat16, "shaped": True, "dropout_p": 0.1},
+    # dk, dv and dq in one kernel.
+    "fused": {"head_dim": 64, "dtype": torch.bfloat16, "deterministic": False},
+    "fused, large tiles": {"head_dim": 128, "dtype": torch.float16, "deterministic": False},
+    "fused, everything": {"head_dim": 128, "dtype": torch.bfloat16, "everything": True, "deterministic": False},
+    "fused, dilated": {"head_dim": 128, "dtype": torch.bfloat16, "segments": (256, 512), "deterministic": False},
 }
 
 
@@ -170,7 +175,7 @@ def every_bias(heads, seq, shared):
 
 def launches_of(
     capability, *, head_dim, dtype, head_dim_v=None, block=128, heads_kv=2, everything=False, masks=False, shaped=False,
-    dropout_p=0.0, segments=None, bitmaps=False, biased=False,
+    dropout_p=0.0, segments=None, bitmaps=False, biased=False, deterministic=True,
 ):  # fmt: skip
     """What forward and backward of a call launch."""
     seq, heads = 512, 4
@@ -185,7 +190,9 @@ def launches_of(
     if everything:
         pattern = PerHead((SlidingWindow(9, 9) | GlobalTokens(3), Full(), Full(), Full())) & Documents((100, 412))
         padding, ids = torch.zeros(1, seq, dtype=torch.bool), torch.zeros(1, seq, dtype=torch.int64)
-        extras = CallOptions(-1.0, 0.1, 30.0, padding, ids, torch.tensor(3), bias=Bias(torch.ones(1, heads, 1)))
+        of_call = padding, ids, torch.tensor(3)
+        extras = CallOptions(-1.0, 0.1, 30.0, True, *of_call, bias=Bias(torch.ones(1, heads, 1)))
+    extras = extras._replace(deterministic=deterministic)
     wanted = ()
     if biased:
         extras = extras._replace(bias=every_bias(heads, seq, everything))

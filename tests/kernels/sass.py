@@ -76,11 +76,11 @@ def _registers(name: str, rest: str) -> tuple[frozenset[int], frozenset[int]]:
     read = set()
     for operand in operands:
         for before, number in re.findall(r"(gdesc\[)?\bUR(\d+)\b", operand):
-            # A product takes descriptors of both sides, or of the second if the first is in registers.
-            width = 1 if not before else 2 if re.search(r", R\d+, gdesc", rest) else 4
-            if not before and name.startswith(("UIADD3.64", "UTMA")):
-                width = 2
-            read |= set(range(int(number), int(number) + width))
+            first, width = int(number), 2 if name.startswith(("UIADD3.64", "UTMA")) else 1
+            if before:  # a product takes descriptors of both sides, or of the second if the first is in registers
+                alone = re.search(r", R\d+, gdesc", rest) is not None
+                first, width = (first + 2, 2) if alone else (first, 4)
+            read |= set(range(first, first + width))
     return frozenset(written), frozenset(read - ALWAYS)
 
 
@@ -98,4 +98,5 @@ def _successors(lines: list[tuple[int, str, str, str]], place: dict[int, int]) -
         after.append(follows)
     # Where a jump by table may go: to what nothing else leads to.
     entries = [i + 1 for i, follows in enumerate(after[:-1]) if i + 1 not in follows and i + 1 not in targets]
-    return [entries if name == "BRX" else follows for (_, _, name, _), follows in zip(lines, after, strict=True)]
+    by_table = [name.startswith("BRX") for _, _, name, _ in lines]
+    return [entries if jumps else follows for jumps, follows in zip(by_table, after, strict=True)]

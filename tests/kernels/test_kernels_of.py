@@ -10,7 +10,10 @@ if torch.cuda.is_available():
     pytest.skip("needs a machine without a CUDA device: it is taken for several", allow_module_level=True)
 
 from dilated_attention_pytorch import BlockLayout, SlidingWindow
+from dilated_attention_pytorch.backends import triton
+from dilated_attention_pytorch.backends.sizes import Shape, SizeRequest
 from dilated_attention_pytorch.kernels import hopper_backward, hopper_forward, launch
+from dilated_attention_pytorch.layout.size import ListSize
 from dilated_attention_pytorch.options import CallOptions
 from tests.kernels.compiling import CALLS, HOPPER_CALLS, launches_of, recorded
 
@@ -23,6 +26,8 @@ def launched(launches):
     for kernel, _, constants in launches:
         if kernel in (hopper_forward.forward_kernel, launch.forward_kernel):
             found["forward"] = kernel is hopper_forward.forward_kernel
+        elif kernel is hopper_backward.backward_kernel and constants["SUMS"]:
+            found["backward"] = True
         elif kernel is hopper_backward.backward_kernel:
             found["backward, dk and dv" if constants["OF_KEYS"] else "backward, dq"] = True
         elif kernel is launch.dkv_kernel:
@@ -96,6 +101,41 @@ def test_rows_may_lie_apart_by_whole_steps_of_the_copy_engine(further, hopper):
     assert set(found.values()) == {hopper}
     if not hopper:
         assert set(named.values()) == {"plain Triton: the copy engine cannot read these strides or addresses"}
+
+
+def planned_and_made(capability, call):
+    """Bytes of the workspace of a backward: what the planner counts, and each tensor that is made."""
+    asked, backward = [], launch.Call.backward
+
+    def keep(self, *arguments):
+        asked.append((self, backward(self, *arguments)))
+        return asked[0][1]
+
+    with patch.object(launch.Call, "backward", keep):
+        launches_of(capability, **call)
+    ((done, (_, of_rows, _)),) = asked
+    request = SizeRequest(
+        shape=Shape.of(done.q, done.k, done.v), lists=ListSize.of(done.layout), device="cuda", capability=capability,
+        deterministic=done.deterministic,
+    )  # fmt: skip
+    made = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in of_rows}
+    return triton.workspace(request).backward, [*made.values()]
+
+
+@pytest.mark.parametrize("name", [name for name in HOPPER_CALLS if name.startswith("fused")] + ["large tiles"])
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0)], ids=str)
+def test_the_planner_counts_the_sums_of_dq_where_they_are_made(name, capability):
+    """float32 sums of dq, up to whole blocks, beside lse and delta."""
+    planned, made = planned_and_made(capability, HOPPER_CALLS[name])
+    assert planned == sum(made)
+    assert len(made) == (2 if capability == (9, 0) and name.startswith("fused") else 1)
+
+
+@pytest.mark.parametrize("change", [{"head_dim": 256}, {"block": 64}, {"bitmaps": True}, {"head_dim_v": 64}], ids=str)
+def test_the_planner_counts_no_sums_for_what_runs_on_the_plain_kernels(change):
+    call = {"head_dim": 128, "dtype": torch.bfloat16, "deterministic": False, **change}
+    planned, made = planned_and_made((9, 0), call)
+    assert [planned] == made
 
 
 def test_both_kinds_are_met():

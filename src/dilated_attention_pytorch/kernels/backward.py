@@ -39,8 +39,9 @@ from .forward import VARYING, exponential
 
 @triton.jit(do_not_specialize=["heads", "seq_q", "padded_q", "num_residues"])
 def rows_kernel(
-    out, grad, dlse, lse, row_lse, delta, g_b, g_s, g_h, heads, seq_q, padded_q, num_residues,
+    out, grad, dlse, lse, row_lse, delta, sums, g_b, g_s, g_h, heads, seq_q, padded_q, num_residues,
     D: tl.constexpr, PADDED_D: tl.constexpr, TILE: tl.constexpr, BASE_E: tl.constexpr, DLSE: tl.constexpr,
+    SUMS: tl.constexpr,
 ):  # fmt: skip
     """What the other kernels need of each row, for a tile of queries of one head: lse in their units, and delta.
 
@@ -64,6 +65,37 @@ def rows_kernel(
     at = (sample * heads + head) * padded_q + place
     tl.store(row_lse + at, tl.where(empty, float("inf"), natural if BASE_E else natural * LOG2E))
     tl.store(delta + at, tl.where(empty, 0.0, value))
+    if SUMS:  # what another kernel adds dq to, so many numbers a row
+        lane = tl.arange(0, TILE * SUMS)
+        of_tile = (sample * heads + head) * padded_q + tl.program_id(0) % num_tiles * TILE
+        tl.store(sums + of_tile * SUMS + lane, tl.zeros([TILE * SUMS], tl.float32))
+
+
+@triton.jit
+def sums_in_order(numbers):
+    """64 queries × 64 columns of dq from [8, 128, 4] as the threads of a warpgroup of Hopper add them up: 8 columns at
+    a time, 4 numbers a thread; a thread has the columns 2 · (thread % 4) and the next, of row thread // 4 of the 16 of
+    its warp and of the eighth row after it."""
+    threads = tl.reshape(numbers, [8, 4, 8, 4, 2, 2])  # columns / 8, warp, row, column / 2, row / 8, column
+    return tl.reshape(tl.permute(threads, (1, 4, 2, 0, 3, 5)), [64, 64])
+
+
+@triton.jit(do_not_specialize=["heads", "seq_q", "padded_q", "num_residues"])
+def round_kernel(sums, dq, heads, seq_q, padded_q, num_residues, scale_out, D: tl.constexpr, WIDTH: tl.constexpr):
+    """dq of 64 queries and 64 columns from its float32 sums, which stand in the order of blocks and are D wide."""
+    part, unit = tl.program_id(0) % (D // 64), tl.program_id(0) // (D // 64)
+    head_id, tile = unit // (padded_q // 64), unit % (padded_q // 64)
+    sample, head = (head_id // heads).to(tl.int64), head_id % heads
+    numbers = tl.load(sums + tl.program_id(0).to(tl.int64) * 4096 + tl.arange(0, 4096))
+    place = tile * 64 + tl.arange(0, 64)
+    query = place % (padded_q // num_residues) * num_residues + place // (padded_q // num_residues)
+    at = ((sample * seq_q + query) * heads + head) * WIDTH
+    column = part * 64 + tl.arange(0, 64)
+    value = (sums_in_order(numbers) * scale_out).to(dq.dtype.element_ty)
+    there = (query < seq_q)[:, None]
+    if D > WIDTH:
+        there &= (column < WIDTH)[None, :]
+    tl.store(dq + at[:, None] + column[None, :], value, mask=there)
 
 
 @triton.jit(do_not_specialize=VARYING)

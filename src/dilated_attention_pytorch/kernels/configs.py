@@ -28,6 +28,8 @@ class Configs(NamedTuple):
 HOPPER_FORWARD = {32: (128, 2, 3), 64: (128, 2, 3), 128: (128, 2, 2), 256: (64, 1, 2)}
 # rows of a streamed tile, and how many are in flight.
 HOPPER_BACKWARD = {32: (128, 2), 64: (128, 2), 128: (64, 3)}
+# The same where dk, dv and dq come of one kernel.
+HOPPER_FUSED = {64: (64, 3), 128: (64, 2)}
 # For dk and dv with a softcap, slopes or dropout: larger tiles leave too few registers (1.1 to 1.7 times slower).
 HOPPER_DKV_NARROW = (64, 3)
 
@@ -78,6 +80,11 @@ def padded_dim(head_dim: int) -> int:
 def box_width(head_dim: int) -> int:
     """The width of the boxes in which heads come to the warp-specialised kernels."""
     return max(32, padded_dim(head_dim))
+
+
+def sums_width(head_dim: int) -> int:
+    """The width of a row of the sums of dq, and of boxes of q and k where these are made."""
+    return max(64, box_width(head_dim))
 
 
 def for_rows(config: Config, rows: int) -> Config:

@@ -23,16 +23,12 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warp
 
 from .common import (
     HIDDEN,
-    UNIT,
     add_pair_multiplicity,
-    apply_score_mods,
     dropout_keeps,
     dropout_key_hash,
     dropout_query_hash,
     key_bounds,
     log_multiplicity,
-    query_bounds,
-    signed_distance,
     words_of,
 )
 from .forward import VARYING
@@ -49,12 +45,12 @@ from .hopper_common import (
     ScoreMods,
     aggregate,
     as_block,
-    as_row,
     load_block,
     new_barriers,
     reaching,
     real_keys,
 )
+from .hopper_dkv import Sums, compute_dkv, modify
 
 
 @aggregate
@@ -149,150 +145,6 @@ def _store(x, value, tile, row, head, seq, heads, WIDTH: gl.constexpr):
 
 
 @gluon.jit
-def _modify(scores, query, key, origin, slope, masks, mods):
-    """Scores with softcap and ALiBi applied, and the derivative of the softcap."""
-    scores = scores * mods.scale
-    distance = signed_distance(query, key, origin, masks.seq_q, masks.seq_k)
-    return apply_score_mods(scores, distance, slope, mods.cap, mods.SOFTCAP, mods.ALIBI, False)
-
-
-@gluon.jit
-def _compute_dkv(
-    WHO: gl.constexpr, dk, dv, scale_out, rings, lists, head_lists, masks, mods,
-    D: gl.constexpr, D_V: gl.constexpr, WIDTH: gl.constexpr, WIDTH_V: gl.constexpr,
-):  # fmt: skip
-    stream = rings.stream
-    STREAM: gl.constexpr = lists.STREAM
-    PARTS: gl.constexpr = lists.BLOCK // STREAM
-    DILATED: gl.constexpr = lists.DILATED
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STREAM, 16])  # keys × queries
-    GRADS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    GRADS_V: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D_V, 16])
-    OPERAND: gl.constexpr = gl.DotOperandLayout(0, GRADS, 2)
-    OPERAND_V: gl.constexpr = gl.DotOperandLayout(0, GRADS_V, 2)
-    HAS_CALL_MASK: gl.constexpr = masks.DOCUMENT_IDS
-    HAS_SCORE_MODS: gl.constexpr = mods.SOFTCAP or mods.ALIBI
-    # A key is seen by `reach` queries after `first` too, whatever the block.
-    BOUNDED: gl.constexpr = masks.ONE_INTERVAL and not (masks.HAS_RULE_IDS or masks.DOCUMENTS or HAS_CALL_MASK)
-    dtype: gl.constexpr = rings.own_b.dtype
-    heads_kv = lists.heads // lists.group
-    key_lane = gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
-    query_lane = gl.arange(0, STREAM, gl.SliceLayout(0, SCORES))
-    nothing = gl.zeros([ROWS, STREAM], gl.float32, SCORES)
-    k, v = rings.own.buffers.index(WHO), rings.own_b.index(WHO)
-    step = 0
-    for turn in range(lists.turns()):
-        tile = lists.tile(turn, heads_kv, lists.group)
-        key = gl.expand_dims(lists.token(tile.row + WHO * ROWS + key_lane, tile.residue), 1)
-        first, reach = key, key
-        if BOUNDED:
-            first, last = query_bounds(key, masks.rules, masks.seq_q, masks.seq_k)
-            first, reach = reaching(first, last)
-        origin, key_hash = lists.token(tile.row, tile.residue) - (masks.seq_k - masks.seq_q), key
-        if mods.DROPOUT:
-            key_hash = dropout_key_hash(mods.seed, key, tile.row)
-        dkeys = gl.zeros([ROWS, D], gl.float32, GRADS)
-        dvalues = gl.zeros([ROWS, D_V], gl.float32, GRADS_V)
-        rings.own.wait(turn)
-        for member in range(lists.group):
-            head = tile.head * lists.group + member
-            begin, partial_from, end = head_lists.entries(tile, head, lists)
-            list_id = lists.list_of(tile.sample, head)
-            exp_scale, slope = mods.scale, 0.0
-            if HAS_SCORE_MODS:
-                exp_scale = 1.0
-            if mods.ALIBI:
-                slope = gl.load(mods.slopes + head)
-            num_full, num = (partial_from - begin) * PARTS, (end - begin) * PARTS
-            for MASKED in gl.static_range(2):
-                if MASKED:
-                    low, high = num_full, num
-                else:
-                    low, high = 0, num_full
-                for i in range(low, high):
-                    place = stream.place(step)
-                    # Asked for now, read when the scores are there.
-                    if MASKED or HAS_CALL_MASK or HAS_SCORE_MODS or mods.DROPOUT:
-                        other = gl.load(lists.indices + begin + i // PARTS)
-                    multiplicity = 1
-                    if DILATED:
-                        multiplicity = gl.load(masks.rule_ids + begin + i // PARTS)
-                    stream.wait(step)
-                    q, grad = stream.buffers.index(place), rings.stream_b.index(place)
-                    pending_scores = warpgroup_mma(k, q.permute((1, 0)), nothing, use_acc=False, is_async=True)
-                    pending_dweights = warpgroup_mma(v, grad.permute((1, 0)), nothing, use_acc=False, is_async=True)
-                    scores = warpgroup_mma_wait(1, deps=[pending_scores])
-                    if mods.NEGATIVE_SCALE:
-                        scores = -scores
-                    if HAS_SCORE_MODS or mods.DROPOUT:
-                        query = lists.tokens(other, i, query_lane)
-                    if HAS_SCORE_MODS:
-                        scores, softcap_grad = _modify(scores, query, key, origin, slope, masks, mods)
-                    row_lse = as_row(rings.lse.index(place)).load(gl.SliceLayout(0, SCORES))
-                    if DILATED:
-                        row_lse = row_lse - log_multiplicity(multiplicity, False)
-                        if MASKED and DILATED == 2:
-                            query = lists.tokens(other, i, query_lane)
-                            scores = add_pair_multiplicity(
-                                scores, multiplicity, query, key, list_id, masks.branches, masks.num_branches,
-                                masks.seq_q, masks.seq_k, exp_scale, False,
-                            )  # fmt: skip
-                    weights = gl.exp2(scores * exp_scale - gl.expand_dims(row_lse, 0))
-                    if MASKED or HAS_CALL_MASK:  # noqa: SIM102
-                        if begin < end:  # always so: see `hopper_forward`
-                            query = lists.tokens(other, i, query_lane)
-                            seen = masks.allowed(
-                                query, query, key, first, reach, begin + i // PARTS, partial_from, end, tile.sample,
-                                BOUNDED, MASKED, False,
-                            )  # fmt: skip
-                            weights = gl.where(seen, weights, 0.0)
-                    dropped = weights
-                    if mods.DROPOUT:
-                        if begin < end:
-                            stream_id = tile.sample * lists.heads + head
-                            query_hash = dropout_query_hash(mods.seed, stream_id, query, other * lists.BLOCK)
-                            # The sign says whether a weight is kept: a mask would be packed until it is used again.
-                            keeps = dropout_keeps(query_hash, key_hash, mods.threshold)
-                            weights = gl.where(keeps, weights, -weights)
-                        dropped = gl.where(weights < 0.0, 0.0, weights)  # NaN is not lost
-                    operand = gl.convert_layout(dropped.to(dtype), OPERAND_V)
-                    if mods.SOFTCAP:
-                        weights *= softcap_grad
-                    row_delta = as_row(rings.delta.index(place)).load(gl.SliceLayout(0, SCORES))
-                    dweights = warpgroup_mma_wait(0, deps=[pending_dweights])
-                    if mods.DROPOUT:
-                        dweights = gl.where(weights > 0.0, dweights, 0.0)
-                        weights = gl.abs(weights)
-                        row_delta *= 1 / mods.keep_scale
-                    pending_dvalues = warpgroup_mma(operand, grad, dvalues, is_async=True)
-                    dscores = weights * (dweights - gl.expand_dims(row_delta, 0))
-                    pending_dkeys = warpgroup_mma(
-                        gl.convert_layout(dscores.to(dtype), OPERAND), q, dkeys, is_async=True
-                    )
-                    dvalues, dkeys = warpgroup_mma_wait(0, deps=[pending_dvalues, pending_dkeys])
-                    stream.release(step)
-                    step += 1
-        rings.own.release(turn)
-        if mods.DROPOUT:  # what all kept weights are multiplied by
-            dkeys, dvalues = dkeys * mods.keep_scale, dvalues * mods.keep_scale
-        lane = gl.arange(0, ROWS, gl.SliceLayout(1, GRADS))
-        token = lists.token(tile.row + WHO * ROWS + lane, tile.residue)
-        if masks.PADDING:  # what keys that are padding got is not kept, so they need no mask
-            at = words_of(masks.padding, tile.sample, tile.block, lists.num_blocks, lists.OWN_BLOCK)
-            own = tile.row % lists.OWN_BLOCK + WHO * ROWS + lane
-            real = gl.expand_dims((gl.load(at + own // UNIT).to(gl.int32) >> (own % UNIT)) & 1, 1) != 0
-            dkeys = gl.where(real, dkeys, 0.0)
-        _store(dk, dkeys * scale_out, tile, token, tile.head, masks.seq_k, heads_kv, WIDTH)
-        lane = gl.arange(0, ROWS, gl.SliceLayout(1, GRADS_V))
-        token = lists.token(tile.row + WHO * ROWS + lane, tile.residue)
-        if masks.PADDING:
-            own = tile.row % lists.OWN_BLOCK + WHO * ROWS + lane
-            real = gl.expand_dims((gl.load(at + own // UNIT).to(gl.int32) >> (own % UNIT)) & 1, 1) != 0
-            dvalues = gl.where(real, dvalues, 0.0)
-        _store(dv, dvalues, tile, token, tile.head, masks.seq_k, heads_kv, WIDTH_V)
-
-
-@gluon.jit
 def _compute_dq(
     WHO: gl.constexpr, dq, lse, delta, scale_out, rings, lists, masks, mods, D: gl.constexpr, WIDTH: gl.constexpr
 ):  # fmt: skip
@@ -361,7 +213,7 @@ def _compute_dq(
                 if HAS_SCORE_MODS or mods.DROPOUT:
                     key = lists.tokens(other, i, key_lane)
                 if HAS_SCORE_MODS:
-                    scores, softcap_grad = _modify(scores, query, key, origin, slope, masks, mods)
+                    scores, softcap_grad = modify(scores, query, key, origin, slope, masks, mods)
                 lowered = row_lse
                 if DILATED:
                     lowered = row_lse - log_multiplicity(multiplicity, False)
@@ -409,21 +261,22 @@ def _compute_dq(
 
 @gluon.jit(do_not_specialize=[*VARYING, *VARYING_STEPS])
 def backward_kernel(
-    q, k, v, grad, of_rows, lse, delta, dq, dk, dv,
+    q, k, v, grad, of_rows, dk, dv, dq, lse, delta,
     offsets, splits, indices, rule_ids, work, rules, documents, branches, padding, document_ids, seed, slopes,
     batch, heads, group, seq_q, seq_k, num_blocks, lists_per_sample, heads_per_list, num_intervals, num_branches,
     num_residues, total_tiles, tiles_per_head, first_tile, tile_order, walked,
     scale, scale_out, cap, threshold, keep_scale,
-    D: gl.constexpr, D_V: gl.constexpr, WIDTH: gl.constexpr, WIDTH_V: gl.constexpr,
+    D: gl.constexpr, D_V: gl.constexpr, WIDTH: gl.constexpr,
     BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, STREAM: gl.constexpr, NUM_STAGES: gl.constexpr,
     NEGATIVE_SCALE: gl.constexpr, HAS_RULE_IDS: gl.constexpr, ONE_INTERVAL: gl.constexpr, DOCUMENTS: gl.constexpr,
     PADDING: gl.constexpr, DOCUMENT_IDS: gl.constexpr, DILATED: gl.constexpr, SOFTCAP: gl.constexpr,
     ALIBI: gl.constexpr, DROPOUT: gl.constexpr, OWN_LISTS: gl.constexpr, OF_KEYS: gl.constexpr,
+    SUMS: gl.constexpr, AHEAD: gl.constexpr, HELD: gl.constexpr, DS_STAGES: gl.constexpr,
 ):  # fmt: skip
     """dk and dv (OF_KEYS; the lists are those by key) or dq.
 
     `q`, `k`, `v` and `grad` are descriptors, and `of_rows` one of `lse` and `delta` together. D and D_V are the widths
-    of boxes, WIDTH and WIDTH_V those of heads.
+    of boxes, WIDTH that of a head of q.
     """
     OWN_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], q.dtype)
     OWN_LAYOUT_V: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D_V], q.dtype)
@@ -441,6 +294,18 @@ def backward_kernel(
     for place in gl.static_range(NUM_STAGES):
         stream.init(place)
     rings = Rings(own, own_b, stream, stream_b, lse_rows, delta_rows)
+    sums = Sums(own, own_a, SUMS)  # unused
+    if OF_KEYS:
+        STAGE_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, 128], q.dtype)
+        stage = gl.allocate_shared_memory(q.dtype, [2, ROWS, 128], STAGE_LAYOUT)
+        ds = own
+        if SUMS:
+            DS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, STREAM], q.dtype)
+            of_ds = gl.allocate_shared_memory(q.dtype, [2 * DS_STAGES, ROWS, STREAM], DS_LAYOUT)
+            ds = Ring(of_ds, new_barriers(DS_STAGES), new_barriers(DS_STAGES), DS_STAGES)
+            for place in gl.static_range(DS_STAGES):
+                ds.init(place, 2)
+        sums = Sums(ds, stage, SUMS)
     OWN_BLOCK: gl.constexpr = BLOCK_K if OF_KEYS else BLOCK_Q
     BLOCK: gl.constexpr = BLOCK_Q if OF_KEYS else BLOCK_K
     lists = Lists(
@@ -456,8 +321,8 @@ def backward_kernel(
     mods = ScoreMods(scale, cap, slopes, seed, threshold, keep_scale, NEGATIVE_SCALE, SOFTCAP, ALIBI, DROPOUT)
     if OF_KEYS:
         gl.warp_specialize([
-            (_compute_dkv, (0, dk, dv, scale_out, rings, lists, head_lists, masks, mods, D, D_V, WIDTH, WIDTH_V)),
-            (_compute_dkv, (1, dk, dv, scale_out, rings, lists, head_lists, masks, mods, D, D_V, WIDTH, WIDTH_V)),
+            (compute_dkv, (0, dk, dv, dq, scale_out, rings, sums, lists, head_lists, masks, mods, D, D_V, AHEAD, HELD)),
+            (compute_dkv, (1, dk, dv, dq, scale_out, rings, sums, lists, head_lists, masks, mods, D, D_V, AHEAD, HELD)),
             (_fetch, (k, v, q, grad, of_rows, batch, rings, lists, head_lists, D, D_V, True)),
         ], [4, 1], [COMPUTE_REGS, FETCH_REGS])  # fmt: skip
     else:

@@ -26,8 +26,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.core import _aggregate
@@ -43,6 +45,19 @@ DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 RENAMED = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 load_block = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 store_block = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # of the threads of a warpgroup
+
+
+if hasattr(tma, "async_atomic_add"):
+    add_block = tma.async_atomic_add
+else:
+
+    @builtin
+    def add_block(tensor_desc, coord, src, _semantic=None):
+        coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+        _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coord, src.handle)
+
+
 BYTES = gl.constexpr(2)  # of a number
 ROWS = gl.constexpr(64)  # of a warpgroup
 TILE = gl.constexpr(2 * ROWS.value)
@@ -78,6 +93,11 @@ def tma_compatible(x: Tensor) -> bool:
     return all(step > 0 and step % whole == 0 for step in tma_strides(x)) and x.data_ptr() % 16 == 0
 
 
+def describe_sums(sums: Tensor) -> TensorDescriptor:
+    """64 × 64 numbers of dq, which lie together: 16 rows of 256."""
+    return _described(sums, (sums.numel() // 256, 256), (256, 1), (16, 256))
+
+
 def describe_rows(of_rows: Tensor, num: int) -> TensorDescriptor:
     """`num` numbers of a row of of_rows [2, batch, heads, padded_q], as a matrix of all its rows."""
     padded_q = of_rows.shape[-1]
@@ -110,6 +130,18 @@ def as_block(buffer, descriptor):
         block = buffer.reinterpret(descriptor.dtype, descriptor.block_type.shape, descriptor.layout)
     else:
         block = buffer._reinterpret(descriptor.dtype, descriptor.block_type.shape, descriptor.layout)
+    return block
+
+
+@gluon.jit
+def retyped(buffer, descriptor):
+    """A buffer of as many bytes, or more, as [rows, D] of a descriptor's box."""
+    shape: gl.constexpr = [descriptor.block_type.shape[1], descriptor.block_type.shape[4]]
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(shape, descriptor.dtype)
+    if RENAMED:
+        block = buffer.reinterpret(descriptor.dtype, shape, layout)
+    else:
+        block = buffer._reinterpret(descriptor.dtype, shape, layout)
     return block
 
 
@@ -183,8 +215,8 @@ class Ring:
         return step % self.NUM_STAGES
 
     @gluon.jit
-    def init(self, place):
-        mbarrier.init(self.ready.index(place), count=1)
+    def init(self, place, PRODUCERS: gl.constexpr = 1):
+        mbarrier.init(self.ready.index(place), count=PRODUCERS)
         mbarrier.init(self.empty.index(place), count=2)
 
     @gluon.jit
@@ -192,9 +224,14 @@ class Ring:
         """For the producer: wait for the buffer, and say how much will come. Returns the barrier for the copies."""
         place = step % self.NUM_STAGES
         bar = self.ready.index(place)
-        mbarrier.wait(self.empty.index(place), (step // self.NUM_STAGES & 1) ^ 1)
+        self.wait_empty(step)
         mbarrier.expect(bar, NUM_BYTES)
         return bar
+
+    @gluon.jit
+    def wait_empty(self, step):
+        """For a producer that writes itself."""
+        mbarrier.wait(self.empty.index(step % self.NUM_STAGES), (step // self.NUM_STAGES & 1) ^ 1)
 
     @gluon.jit
     def wait(self, step):

@@ -19,7 +19,7 @@ from ..layout import BlockLayout
 from ..layout.lists import neighbourhood
 from ..options import CallOptions
 from . import launcher, padding
-from .backward import dkv_kernel, dq_kernel, rows_kernel
+from .backward import dkv_kernel, dq_kernel, round_kernel, rows_kernel
 from .bias_arguments import BiasArguments, BiasSums, NoSums
 from .common import cap_kind
 from .configs import (
@@ -27,12 +27,14 @@ from .configs import (
     HOPPER_BACKWARD,
     HOPPER_DKV_NARROW,
     HOPPER_FORWARD,
+    HOPPER_FUSED,
     Config,
     Configs,
     box_width,
     configs,
     for_rows,
     padded_dim,
+    sums_width,
 )
 from .forward import forward_kernel
 from .padding import PaddedLists
@@ -40,18 +42,20 @@ from .tile_scheduler import TileSchedule, tile_schedules
 
 INTERPRETED = triton.knobs.runtime.interpret
 try:
-    from . import hopper_backward, hopper_common, hopper_forward
+    from . import hopper_backward, hopper_common, hopper_dkv, hopper_forward
 except ImportError:  # Gluon is Triton's experiment: where it lacks what we use, the plain kernels run
     HAVE_GLUON = False
 else:
     HAVE_GLUON = not INTERPRETED
 
 
+EXPERIMENT = {"AHEAD": True, "HELD": False, "DS_STAGES": 2}
 Grads = tuple[Tensor, Tensor, Tensor]
 # To hash every pair takes longer than all products of small heads, and the plain kernel has more warps for it.
 SMALL_HEAD = 64
-# lse and delta of every row, in units of the kernels and up to whole blocks: both together, then each.
-Rows = tuple[Tensor, Tensor, Tensor]
+# lse and delta of every row, in units of the kernels and up to whole blocks: both together, then each. Behind them the
+# sums of dq, where one kernel computes all gradients.
+Rows = tuple[Tensor, ...]
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, options: CallOptions) -> tuple[Tensor, Tensor]:
@@ -98,7 +102,7 @@ def backward(
     key = _call_key(options, *given)
     known = layout.call_cache.get(key)
     if known:
-        grads, of_rows = _gradients(q, k, v, layout)
+        grads, of_rows = _gradients(q, k, v, layout, fused=known.num_tensors > len(given) + 6)
         known((*given, *of_rows, *grads))
         return grads
     call = Call(q, k, v, layout, options)
@@ -111,7 +115,8 @@ def _call_key(options: CallOptions, *tensors: Tensor) -> tuple[Any, ...] | None:
     """What calls over a layout share that launch the same but for their tensors; None where a mask is among these."""
     if options.has_tensors:
         return None
-    return options.scale, options.softcap, precision_of(tensors[0].dtype), *map(launcher.like, tensors)
+    numbers = options.scale, options.softcap, options.deterministic
+    return *numbers, precision_of(tensors[0].dtype), *map(launcher.like, tensors)
 
 
 def _remember(key: tuple[Any, ...] | None, call: Call, tensors: tuple[Tensor, ...]) -> None:
@@ -137,7 +142,7 @@ class Call:
         options: CallOptions,
     ) -> None:
         self.q, self.k, self.v = contiguous_rows(q), contiguous_rows(k), contiguous_rows(v)
-        self.layout, self.scale = layout, options.scale
+        self.layout, self.scale, self.deterministic = layout, options.scale, options.deterministic
         self.as_given = self.q is q and self.k is k and self.v is v  # no tensor had to be copied
         self.launches: list[launcher.Launched | None] = []
         self.batch, self.seq_q, self.heads, self.head_dim = q.shape
@@ -145,7 +150,7 @@ class Call:
         self.group = self.heads // self.heads_kv
         self.head_dim_v = v.shape[3]
         self.padded = padded_dim(max(self.head_dim, self.head_dim_v))
-        self.widest_box = box_width(max(self.head_dim, self.head_dim_v))
+        self.boxes = box_width(self.head_dim), box_width(self.head_dim_v)
         self.tma, self.hopper, self.configs = _device(q.device, self.padded, q.dtype.itemsize)
         lists = layout.num_heads or 1
         self.own_lists = lists > self.heads_kv  # query heads of a key head follow different ones
@@ -222,16 +227,31 @@ class Call:
         out, lse = out.contiguous(), lse.contiguous()  # a ring gives parts of its own
         dlse = None if dlse is None else dlse.contiguous()
         self.as_given &= all(map(operator.is_, given, (do, dlse, out, lse)))
-        (dq, dk, dv), of_rows = _gradients(q, k, v, layout)
+        on_hopper = self._on_hopper(HOPPER_BACKWARD, layout.block_k, layout.block_q, q, k, v, do)
+        fused = on_hopper and not wanted and not self.deterministic
+        (dq, dk, dv), of_rows = _gradients(q, k, v, layout, fused=fused)
         padded_q, tile = of_rows[0].shape[-1], min(64, layout.block_q)
         self._launch(
             rows_kernel, (padded_q // tile * self.batch * self.heads,),
-            (out, do, lse if dlse is None else dlse, lse, *of_rows[1:]),
+            (out, do, lse if dlse is None else dlse, lse, *of_rows[1:3], of_rows[-1]),
             (*do.stride()[:3], self.heads, self.seq_q, padded_q, layout.num_residues),
             D=self.head_dim_v, PADDED_D=self.flags["PADDED_D_V"], TILE=tile, BASE_E=self.flags["BASE_E"],
-            DLSE=dlse is not None,
+            DLSE=dlse is not None, SUMS=sums_width(self.head_dim) if fused else 0,
         )  # fmt: skip
-        if self._on_hopper(HOPPER_BACKWARD, layout.block_k, layout.block_q, q, k, v, do):
+        if fused:
+            sums = of_rows[-1]
+            self._hopper_backward(do, of_rows, sums, dk, dv, of_keys=True, fused=True)
+            self._launch(
+                round_kernel,
+                (sums.numel() // (64 * 64),),
+                (sums, dq),
+                (self.heads, self.seq_q, padded_q, layout.num_residues, self.scale * self.dropout[1]),
+                D=sums_width(self.head_dim),
+                WIDTH=self.head_dim,
+                num_warps=4,
+            )
+            return (dq, dk, dv), of_rows, []
+        if on_hopper:
             self._hopper_backward(do, of_rows, dq, dk, dv, of_keys=True)
         else:
             self._plain_dkv(do, of_rows, dk, dv)
@@ -299,25 +319,35 @@ class Call:
 
     def _hopper_forward(self, out: Tensor, lse: Tensor) -> None:
         layout = self.layout
-        tile_k, q_stages, kv_stages = HOPPER_FORWARD[self.widest_box]
+        tile_k, q_stages, kv_stages = HOPPER_FORWARD[max(self.boxes)]
         tile_k = min(tile_k, layout.block_k)
-        described = self._described((self.q, self.k, self.v, out), (64, tile_k, tile_k, 64))
+        (box, box_v), tensors = self.boxes, (self.q, self.k, self.v, out)
+        described = self._described(tensors, (64, tile_k, tile_k, 64), (box, box, box_v, box_v))
         for programs, schedule in self._schedules(layout.num_q_blocks, layout.block_q // 128, self.heads):
             self._launch(
                 hopper_forward.forward_kernel, (programs,),
                 (*described, lse, *self._by_query(self.key_bits), self.slopes),
                 (*self.sizes, layout.num_q_blocks, self.lists.lists_per_sample, *self.list_sizes, *schedule,
                  layout.num_k_blocks // layout.num_residues, self.exp_scale, self.cap, *self.dropout),
-                **self._hopper_flags(), TILE_K=tile_k, Q_STAGES=q_stages, KV_STAGES=kv_stages,
+                **self._hopper_flags(box), TILE_K=tile_k, Q_STAGES=q_stages, KV_STAGES=kv_stages,
                 num_warps=4, maxnreg=168,
             )  # fmt: skip
 
-    def _hopper_backward(self, do: Tensor, of_rows: Rows, dq: Tensor, dk: Tensor, dv: Tensor, *, of_keys: bool) -> None:
+    def _hopper_backward(
+        self, do: Tensor, of_rows: Rows, dq: Tensor, dk: Tensor, dv: Tensor, *, of_keys: bool, fused: bool = False
+    ) -> None:
         layout = self.layout
-        stream, num_stages = HOPPER_BACKWARD[self.widest_box]
+        box, box_v = self.boxes
+        if fused:
+            box = sums_width(self.head_dim)
+        stream, num_stages = (HOPPER_FUSED if fused else HOPPER_BACKWARD)[max(box, box_v)]
         if of_keys and (self.flags["SOFTCAP"] or self.flags["ALIBI"] or self.flags["DROPOUT"]):
             stream, num_stages = HOPPER_DKV_NARROW
         stream = min(stream, layout.block_q if of_keys else layout.block_k)
+        kind = 0
+        if fused:
+            # A warpgroup gets 64 × 64 numbers of dq: half of them, or all.
+            kind = hopper_dkv.HALVES.value if stream * box == 2 * 64 * 64 else hopper_dkv.OWN.value
         if of_keys:
             lists, lists_per_sample = self._by_key(), self.lists_per_sample
             num_blocks, walked = layout.num_k_blocks, layout.num_q_blocks
@@ -328,17 +358,19 @@ class Call:
             num_blocks, walked = layout.num_q_blocks, layout.num_k_blocks
             tiles, heads = layout.block_q // 128, self.heads
         of_q, of_k = (stream, 64) if of_keys else (64, stream)
-        described = self._described((self.q, self.k, self.v, do), (of_q, of_k, of_k, of_q))
+        described = self._described((self.q, self.k, self.v, do), (of_q, of_k, of_k, of_q), (box, box, box_v, box_v))
         described.append(hopper_common.describe_rows(of_rows[0], stream))
+        described += self._described((dk, dv), (64, 64), (box, box_v))
+        dqs = hopper_common.describe_sums(dq) if fused else dq
         for programs, schedule in self._schedules(num_blocks, tiles, heads):
             self._launch(
                 hopper_backward.backward_kernel, (programs,),
-                (*described, *of_rows[1:], dq, dk, dv, *lists, self.slopes),
+                (*described, dqs, *of_rows[1:3], *lists, self.slopes),
                 (self.batch, *self.sizes, num_blocks, lists_per_sample, *self.list_sizes, *schedule,
                  walked // layout.num_residues, self.exp_scale, self.scale, self.cap, *self.dropout),
-                **self._hopper_flags(), WIDTH=self.head_dim, WIDTH_V=self.head_dim_v, STREAM=stream,
-                NUM_STAGES=num_stages, OWN_LISTS=self.own_lists, OF_KEYS=of_keys,
-                num_warps=4, maxnreg=168,
+                **self._hopper_flags(box), WIDTH=self.head_dim, STREAM=stream, NUM_STAGES=num_stages,
+                OWN_LISTS=self.own_lists, OF_KEYS=of_keys,
+                SUMS=kind, **EXPERIMENT, num_warps=4, maxnreg=168,
             )  # fmt: skip
 
     def _schedules(self, rows: int, tiles: int, heads: int) -> tuple[tuple[int, TileSchedule], ...]:
@@ -346,18 +378,16 @@ class Call:
         near = neighbourhood(self.layout.num_residues)
         return tile_schedules(rows * tiles, near * tiles, heads * self.batch, num_processors(self.q.device))
 
-    def _described(self, tensors: Sequence[Tensor], rows: Sequence[int]) -> list[Any]:
-        """For the Hopper kernels' copies of so many rows."""
-        return [
-            hopper_common.describe(x, num, self.layout.num_residues, box_width(x.shape[3]))
-            for x, num in zip(tensors, rows, strict=True)
-        ]
+    def _described(self, tensors: Sequence[Tensor], rows: Sequence[int], boxes: Sequence[int]) -> list[Any]:
+        """For the Hopper kernels' copies of so many rows, in boxes of these widths."""
+        of_class = self.layout.num_residues
+        return [hopper_common.describe(x, num, of_class, box) for x, num, box in zip(tensors, rows, boxes, strict=True)]
 
-    def _hopper_flags(self) -> dict[str, Any]:
+    def _hopper_flags(self, box: int) -> dict[str, Any]:
         """Their D and D_V are the widths of boxes."""
         unknown = ("PADDED_D", "PADDED_D_V", "PRECISION", "BASE_E")
         known = {name: value for name, value in self.flags.items() if name not in unknown}
-        return known | {"D": box_width(self.head_dim), "D_V": box_width(self.head_dim_v)}
+        return known | {"D": box, "D_V": self.boxes[1]}
 
     @cached_property
     def key_bits(self) -> Tensor | None:
@@ -418,10 +448,15 @@ def kernels_of(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, options: Ca
         reasons["backward, dq"] = reasons["backward, dq"] or "it sums the gradient of the bias"
     if options.dropout_p > 0 and q.shape[3] <= SMALL_HEAD:
         reasons["forward"] = reasons["forward"] or "it is faster for dropout with small heads"
-    return {
-        part: f"plain Triton: {reason}" if reason else "warp-specialised, for Hopper"
-        for part, reason in reasons.items()
-    }
+    of_hopper = "warp-specialised, for Hopper"
+    named = {part: f"plain Triton: {reason}" if reason else of_hopper for part, reason in reasons.items()}
+    if reasons["backward, dk and dv"] is None and not options.learned():
+        if options.deterministic:
+            named["backward, dk and dv"] += ": dq apart, for the same bits each time (deterministic=True)"
+        else:
+            del named["backward, dk and dv"], named["backward, dq"]
+            named["backward"] = f"{of_hopper}: one kernel, which adds up dq in any order (deterministic=False)"
+    return named
 
 
 def _plain_reason(
@@ -464,12 +499,15 @@ def results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return out, torch.empty(batch, heads, seq_q, dtype=torch.float32, device=q.device)
 
 
-def _gradients(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout) -> tuple[Grads, Rows]:
+def _gradients(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, *, fused: bool) -> tuple[Grads, Rows]:
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     padded_q = layout.num_q_blocks * layout.block_q
     of_rows = torch.empty(2, q.shape[0], q.shape[2], padded_q, dtype=torch.float32, device=q.device)
     lse, delta = of_rows.unbind()
-    return (dq, dk, dv), (of_rows, lse, delta)
+    if not fused:
+        return (dq, dk, dv), (of_rows, lse, delta)
+    sums = torch.empty(*of_rows.shape[1:], sums_width(q.shape[3]), dtype=torch.float32, device=q.device)
+    return (dq, dk, dv), (of_rows, lse, delta, sums)
 
 
 def precision_of(dtype: torch.dtype) -> str:
