@@ -333,7 +333,7 @@ CALLS = {
     ),
     "ops.kept_mass": (
         TWO | {"layout_or_pattern": Full()},
-        CALL | OPTIONS | {"layout_or_pattern": RULE, "dropout_p": USELESS, "sinks": USELESS},
+        CALL | OPTIONS | {"layout_or_pattern": RULE, "dropout_p": USELESS, "sinks": USELESS, "deterministic": USELESS},
     ),
     "ops.select_blocks": (
         TWO | {"selector": ops.TopK(0.5), "block_size": 16},

@@ -223,8 +223,9 @@ def _publish(dscores, step, WHO: gl.constexpr, sums):
     ds.buffers.index(2 * ds.place(step) + WHO).store(dscores)
     fence_async_shared()
     tma.store_wait(0)
-    barrier()
-    if sums.KIND == HALVES:
+    if sums.KIND == OWN:
+        barrier()
+    else:  # waits for the threads of the warpgroup
         mbarrier.arrive(ds.ready.index(ds.place(step)), count=1)
 
 
