@@ -160,6 +160,7 @@ HOPPER_CALLS = {
     "dropped, large tiles": {"head_dim": 128, "dtype": torch.bfloat16, "shaped": True, "dropout_p": 0.1},
     # dk, dv and dq in one kernel.
     "fused": {"head_dim": 64, "dtype": torch.bfloat16, "deterministic": False},
+    "fused, wide values": {"head_dim": 24, "head_dim_v": 80, "dtype": torch.bfloat16, "deterministic": False},
     "fused, large tiles": {"head_dim": 128, "dtype": torch.float16, "deterministic": False},
     "fused, everything": {"head_dim": 128, "dtype": torch.bfloat16, "everything": True, "deterministic": False},
     "fused, dilated": {"head_dim": 128, "dtype": torch.bfloat16, "segments": (256, 512), "deterministic": False},
