@@ -1,5 +1,6 @@
 """Heads of every width, v of another width than q, and keys that are padding, against the oracle."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -66,10 +67,12 @@ def make_case(pattern, widths, *, heads_kv=2, batch=2, block=128, dtype=torch.bf
     return replace(Case(q, k, v, layout, do, dlse, key_padding_mask=mask).to(dtype), **options)
 
 
+@pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize("widths", WIDTHS, ids=str)
-def test_widths(widths):
+def test_widths(widths, deterministic):
     for pattern, heads_kv in (("window", 2), ("dilated", 4)):
-        assert_exact(make_case(PATTERNS[pattern], widths, heads_kv=heads_kv), "triton")
+        case = make_case(PATTERNS[pattern], widths, heads_kv=heads_kv, deterministic=deterministic)
+        assert_exact(case, "triton")
 
 
 @pytest.mark.parametrize("widths", [(80, 80), (64, 128), (192, 128)], ids=str)
@@ -98,8 +101,8 @@ PADDINGS = ["left", "right", "both", "hole", "scattered", "all of one", "none"]
     ids=str,
 )
 def test_padding(name, block):
-    for padding in PADDINGS:
-        case = make_case(PATTERNS[name], (64, 64), padding=padding, block=block)
+    for padding, deterministic in itertools.product(PADDINGS, (True, False)):
+        case = make_case(PATTERNS[name], (64, 64), padding=padding, block=block, deterministic=deterministic)
         assert_exact(case, "triton")
 
 
@@ -108,8 +111,9 @@ def test_padding_beside_other_masks(name):
     ids = (torch.arange(SEQ, device="cuda") // 170).expand(2, -1)
     for padding in ("right", "scattered"):
         case = make_case(PATTERNS[name], (128, 128), padding=padding)
-        assert_exact(replace(case, document_ids=ids), "triton")
-        assert_exact(replace(case, is_causal=True), "triton")
+        for deterministic in (True, False):
+            assert_exact(replace(case, document_ids=ids, deterministic=deterministic), "triton")
+            assert_exact(replace(case, is_causal=True, deterministic=deterministic), "triton")
 
 
 def test_padding_without_a_wait():
