@@ -150,6 +150,10 @@ CALLS = {
 HOPPER_CALLS = {
     "large tiles": {"head_dim": 128, "dtype": torch.bfloat16},
     "narrow keys": {"head_dim": 64, "dtype": torch.bfloat16, "block": (128, 64)},
+    "gathered keys": {"head_dim": 128, "dtype": torch.bfloat16, "block": (128, 16)},
+    "gathered keys, masks": {"head_dim": 64, "dtype": torch.bfloat16, "block": (128, 32), "masks": True},
+    "gathered keys, dropped": {"head_dim": 128, "dtype": torch.float16, "block": (128, 64), "shaped": True,
+                               "dropout_p": 0.1},
     "masks": {"head_dim": 64, "dtype": torch.bfloat16, "masks": True},
     "shaped": {"head_dim": 64, "dtype": torch.bfloat16, "shaped": True},
     "dropped": {"head_dim": 64, "dtype": torch.bfloat16, "shaped": True, "dropout_p": 0.6},

@@ -46,6 +46,7 @@ store_block = tma.async_store if hasattr(tma, "async_store") else tma.async_copy
 BYTES = gl.constexpr(2)  # of a number
 ROWS = gl.constexpr(64)  # of a warpgroup
 TILE = gl.constexpr(2 * ROWS.value)
+ONE_WARP = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))  # of the fetching warp: a number for each lane
 COMPUTE_REGS, FETCH_REGS = gl.constexpr(240), gl.constexpr(24)  # of a thread
 
 VARYING_STEPS = (
@@ -101,6 +102,16 @@ def as_block(buffer, descriptor):
 
 
 @gluon.jit
+def as_blocks(buffer, descriptor):
+    """A buffer [rows, D] as [1, rows, D], of which a slice of rows has the shape of a descriptor's block."""
+    if RENAMED:
+        blocks = buffer.reinterpret(descriptor.dtype, [1, buffer.shape[0], buffer.shape[1]], descriptor.layout)
+    else:
+        blocks = buffer._reinterpret(descriptor.dtype, [1, buffer.shape[0], buffer.shape[1]], descriptor.layout)
+    return blocks
+
+
+@gluon.jit
 def as_row(buffer):
     """A buffer [1, n] as [n]."""
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -142,6 +153,16 @@ def reaching(first, last):
 def within(x, first, reach):
     """One compare for two."""
     return (x - first).to(gl.uint32) <= reach.to(gl.uint32)
+
+
+@gluon.jit
+def spread(numbers, place):
+    """The number of a tuple at the place of each lane. Where a lane's place is known when this is compiled, it costs
+    nothing."""
+    found = place * 0 + numbers[0]
+    for i in gl.static_range(1, len(numbers)):
+        found = gl.where(place == i, numbers[i], found)
+    return found
 
 
 def aggregate(cls):
@@ -265,8 +286,61 @@ class Lists:
     @gluon.jit
     def tokens(self, block, i, lane):
         """The tokens of that part, as a row."""
-        residue, first = self.part(block, i)
-        return gl.expand_dims(self.token(first + lane, residue), 0)
+        if self.BLOCK < self.STREAM:
+            token = spread(block, lane // self.BLOCK) * self.BLOCK + lane % self.BLOCK
+        else:
+            residue, first = self.part(block, i)
+            token = self.token(first + lane, residue)
+        return gl.expand_dims(token, 0)
+
+    @gluon.jit
+    def num_parts(self, entries):
+        """How many whole tiles so many entries of a list are."""
+        if self.BLOCK < self.STREAM:
+            num = entries // (self.STREAM // self.BLOCK)
+        else:
+            num = entries * (self.BLOCK // self.STREAM)
+        return num
+
+    @gluon.jit
+    def num_parts_up(self, entries):
+        """The same with the one that entries do not fill."""
+        if self.BLOCK < self.STREAM:
+            entries += self.STREAM // self.BLOCK - 1
+        return self.num_parts(entries)
+
+    @gluon.jit
+    def entry(self, start, i, lane):
+        """The entry of part `i` of a list from `start` on. Where a part gathers several blocks, those of its lanes, as
+        a row; some may lie behind the end of the list."""
+        if self.BLOCK < self.STREAM:
+            entry = gl.expand_dims(start + i * (self.STREAM // self.BLOCK) + lane // self.BLOCK, 0)
+        else:
+            entry = start + i // (self.BLOCK // self.STREAM)
+        return entry
+
+    @gluon.jit
+    def boxes(self, start, stop, i, place):
+        """The blocks at places of part `i`, which gathers several.
+
+        Behind the end of a list stands its last block again: nothing is multiplied by the zero weights of keys that are
+        not there but what the tile multiplies anyway.
+        """
+        entry = gl.minimum(start + i * (self.STREAM // self.BLOCK) + place, stop - 1)
+        return gl.load(self.indices + entry, mask=entry >= start, other=0)
+
+    @gluon.jit
+    def blocks_of(self, start, stop, i, MAY_BE_EMPTY: gl.constexpr):
+        """The block of part `i` of a list, or the tuple of those that it gathers."""
+        if self.BLOCK < self.STREAM:
+            blocks = (self.boxes(start, stop, i, 0),)
+            for place in gl.static_range(1, self.STREAM // self.BLOCK):
+                blocks = blocks + (self.boxes(start, stop, i, place),)
+        elif MAY_BE_EMPTY:
+            blocks = gl.load(self.indices + self.entry(start, i, 0), mask=start < stop, other=0)
+        else:
+            blocks = gl.load(self.indices + self.entry(start, i, 0))
+        return blocks
 
 
 @aggregate

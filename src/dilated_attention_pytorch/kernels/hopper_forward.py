@@ -52,6 +52,7 @@ from .hopper_common import (
     BYTES,
     COMPUTE_REGS,
     FETCH_REGS,
+    ONE_WARP,
     ROWS,
     TILE,
     VARYING_STEPS,
@@ -61,10 +62,12 @@ from .hopper_common import (
     ScoreMods,
     aggregate,
     as_block,
+    as_blocks,
     load_block,
     new_barriers,
     reaching,
     store_block,
+    within,
 )
 
 
@@ -79,11 +82,9 @@ class Rings:
 def _fetch(q, k, v, rings, lists, steps, D: gl.constexpr):
     queries, keys, values = rings.queries, rings.keys, rings.values
     q_step, k_step, v_step = steps
-    TILE_K: gl.constexpr = lists.STREAM
-    PARTS: gl.constexpr = lists.BLOCK // TILE_K
     step, turns = 0, lists.turns()
     tile = lists.tile(0, lists.heads, 1)
-    block = gl.load(lists.indices + tile.start, mask=tile.start < tile.stop, other=0)
+    block = first_to_fetch(lists, tile)
     for turn in range(turns):
         # Reading lists takes as long as a block of work: the next tile and the next block are asked for in time.
         next_tile = lists.tile(turn + 1, lists.heads, 1)
@@ -93,21 +94,52 @@ def _fetch(q, k, v, rings, lists, steps, D: gl.constexpr):
             at = [tile.sample, tile.row + half * ROWS, tile.head * D + tile.residue * q_step]
             load_block(q, at, bar, as_block(buffer, q))
         column = tile.head // lists.group * D
-        num = gl.maximum((tile.stop - tile.start) * PARTS, 1)
+        num = gl.maximum(lists.num_parts_up(tile.stop - tile.start), 1)
         for i in range(num):
-            ends = i + 1 == num
-            entry = gl.where(ends, next_tile.start, tile.start + (i + 1) // PARTS)
-            next_block = gl.load(lists.indices + entry, mask=entry < gl.where(ends, next_tile.stop, tile.stop), other=0)
-            residue, row = lists.part(block, i)
-            bar = keys.acquire(step, TILE_K * D * BYTES)
-            at = [tile.sample, row, column + residue * k_step]
-            load_block(k, at, bar, as_block(keys.buffers.index(keys.place(step)), k))
-            bar = values.acquire(step, TILE_K * D * BYTES)
-            at = [tile.sample, row, column + residue * v_step]
-            load_block(v, at, bar, as_block(values.buffers.index(values.place(step)), v))
+            next_block = next_to_fetch(lists, tile, next_tile, i + 1, num)
+            fetch_part(k, keys, step, lists, block, i, tile.sample, column, k_step, D)
+            fetch_part(v, values, step, lists, block, i, tile.sample, column, v_step, D)
             step += 1
             block = next_block
         tile = next_tile
+
+
+@gluon.jit
+def first_to_fetch(lists, tile):
+    """The block of a list's first part. Where a part gathers several, the one of each lane of the fetching warp."""
+    if lists.BLOCK < lists.STREAM:
+        block = lists.boxes(tile.start, tile.stop, 0, gl.arange(0, 32, ONE_WARP))
+    else:
+        block = gl.load(lists.indices + tile.start, mask=tile.start < tile.stop, other=0)
+    return block
+
+
+@gluon.jit
+def next_to_fetch(lists, tile, next_tile, i, num):
+    """The same of part `i`, which may be the first of the next tile."""
+    ends = i == num
+    start, stop = gl.where(ends, next_tile.start, tile.start), gl.where(ends, next_tile.stop, tile.stop)
+    if lists.BLOCK < lists.STREAM:
+        block = lists.boxes(start, stop, gl.where(ends, 0, i), gl.arange(0, 32, ONE_WARP))
+    else:
+        entry = gl.where(ends, start, lists.entry(start, i, 0))
+        block = gl.load(lists.indices + entry, mask=entry < stop, other=0)
+    return block
+
+
+@gluon.jit
+def fetch_part(x, ring, step, lists, block, i, sample, column, x_step, D: gl.constexpr):
+    """Part `i` of a list into the ring: one copy, or one for each of the blocks that it gathers."""
+    bar = ring.acquire(step, lists.STREAM * D * BYTES)
+    buffer = ring.buffers.index(ring.place(step))
+    if lists.BLOCK < lists.STREAM:
+        whole = as_blocks(buffer, x)
+        for place in gl.static_range(lists.STREAM // lists.BLOCK):
+            row = gl.sum(gl.where(gl.arange(0, 32, ONE_WARP) == place, block, 0), 0) * lists.BLOCK
+            load_block(x, [sample, row, column], bar, whole.slice(place * lists.BLOCK, lists.BLOCK, 1))
+    else:
+        residue, row = lists.part(block, i)
+        load_block(x, [sample, row, column + residue * x_step], bar, as_block(buffer, x))
 
 
 # Barriers of the hardware, which are quicker than those in memory; Triton takes the first numbers for itself. An
@@ -174,14 +206,19 @@ def modify(scores, key, rows, masks, mods):
 
 
 @gluon.jit
-def hide(scores, key, entry, multiplicity, rows, tile, masks, ANY: gl.constexpr, DILATED: gl.constexpr):
-    """Scores with −inf where a pair is not allowed. The block is partial, or ANY: full, partial, not there at all."""
-    BOUNDED: gl.constexpr = masks.ONE_INTERVAL and not (
-        masks.HAS_RULE_IDS or ANY or masks.PADDING or masks.DOCUMENT_IDS
-    )
+def hide(
+    scores, key, entry, multiplicity, rows, tile, masks, ANY: gl.constexpr, GATHERED: gl.constexpr,
+    DILATED: gl.constexpr,
+):  # fmt: skip
+    """Scores with −inf where a pair is not allowed. The block is partial, or ANY: full, partial, not there at all; of
+    GATHERED ones each has a state of its own."""
+    SIMPLE: gl.constexpr = masks.ONE_INTERVAL and not (masks.HAS_RULE_IDS or masks.PADDING or masks.DOCUMENT_IDS)
     seen = masks.allowed(
-        key, rows.query, key, rows.first, rows.reach, entry, tile.split, tile.stop, tile.sample, BOUNDED, True, ANY
-    )
+        key, rows.query, key, rows.first, rows.reach, entry, tile.split, tile.stop, tile.sample,
+        SIMPLE and (GATHERED or not ANY), True, ANY,
+    )  # fmt: skip
+    if SIMPLE and GATHERED:
+        seen = (seen | (entry < tile.split)) & (entry < tile.stop)
     scores = gl.where(seen, scores, float("-inf"))
     if DILATED == 2:
         scores = add_pair_multiplicity(
@@ -193,7 +230,10 @@ def hide(scores, key, entry, multiplicity, rows, tile, masks, ANY: gl.constexpr,
 
 @gluon.jit
 def drop(weights, block, key, rows, lists, mods):
-    key_hash = dropout_key_hash(mods.seed, key, block * lists.BLOCK)
+    if lists.BLOCK < lists.STREAM:
+        key_hash = dropout_key_hash(mods.seed, key, key)
+    else:
+        key_hash = dropout_key_hash(mods.seed, key, block * lists.BLOCK)
     return weights * gl.where(dropout_keeps(rows.hash, key_hash, mods.threshold), mods.keep_scale, 0.0)
 
 
@@ -234,7 +274,7 @@ def max_of_rows(x):
 def _compute(WHO: gl.constexpr, out, lse, rings, lists, masks, mods, D: gl.constexpr):
     queries, keys, values = rings.queries, rings.keys, rings.values
     TILE_K: gl.constexpr = lists.STREAM
-    PARTS: gl.constexpr = lists.BLOCK // TILE_K
+    GATHERED: gl.constexpr = lists.BLOCK < TILE_K
     DILATED: gl.constexpr = lists.DILATED
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_K, 16])
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
@@ -263,11 +303,11 @@ def _compute(WHO: gl.constexpr, out, lse, rings, lists, masks, mods, D: gl.const
         next_tile = lists.tile(turn + 1, lists.heads, 1)
         q = queries.buffers.index(queries.place(turn) * 2 + WHO)
         rows = rows_of(tile, lane, WHO, lists, masks, mods)
-        num_full = (tile.split - tile.start) * PARTS
+        num_full = lists.num_parts(tile.split - tile.start)
         # A row without keys has one block, of which it sees nothing.
-        num = gl.maximum((tile.stop - tile.start) * PARTS, 1)
+        num = gl.maximum(lists.num_parts_up(tile.stop - tile.start), 1)
 
-        block = gl.load(lists.indices + tile.start, mask=tile.start < tile.stop, other=0)
+        block = lists.blocks_of(tile.start, tile.stop, 0, True)
         multiplicity, log_m = 1, 0.0
         if DILATED:
             multiplicity = gl.load(masks.rule_ids + tile.start, mask=tile.start < tile.stop, other=1)
@@ -282,7 +322,8 @@ def _compute(WHO: gl.constexpr, out, lse, rings, lists, masks, mods, D: gl.const
             scores = modify(scores, key, rows, masks, mods)
         if HAS_CALL_MASK or num_full == 0:
             key = lists.tokens(block, 0, key_lane)
-            scores = hide(scores, key, tile.start, multiplicity, rows, tile, masks, True, DILATED)
+            entry = lists.entry(tile.start, 0, key_lane)
+            scores = hide(scores, key, entry, multiplicity, rows, tile, masks, True, GATHERED, DILATED)
         weights, row_sum, row_max = first_softmax(scores, log_m, rows)
         if mods.DROPOUT:
             weights = drop(weights, block, key, rows, lists, mods)
@@ -302,9 +343,9 @@ def _compute(WHO: gl.constexpr, out, lse, rings, lists, masks, mods, D: gl.const
             for i in range(begin, end):
                 here, before = step + i, step + i - 1
                 if MASKED or HAS_CALL_MASK or mods.ALIBI or mods.DROPOUT:  # asked for now, read when scores are there
-                    block = gl.load(lists.indices + tile.start + i // PARTS)
+                    block = lists.blocks_of(tile.start, tile.stop, i, False)
                 if DILATED:
-                    multiplicity = gl.load(masks.rule_ids + tile.start + i // PARTS)
+                    multiplicity = gl.load(masks.rule_ids + lists.entry(tile.start, i, 0))
                 keys.wait(here)
                 take_turn(WHO)
                 pending_scores = warpgroup_mma(
@@ -325,8 +366,9 @@ def _compute(WHO: gl.constexpr, out, lse, rings, lists, masks, mods, D: gl.const
                     # Always so; but what is behind a branch is not computed early, to be kept until it is needed.
                     if tile.start < tile.stop:
                         key = lists.tokens(block, i, key_lane)
-                        entry = tile.start + i // PARTS
-                        scores = hide(scores, key, entry, multiplicity, rows, tile, masks, not MASKED, DILATED)
+                        entry = lists.entry(tile.start, i, key_lane)
+                        ANY: gl.constexpr = GATHERED or not MASKED
+                        scores = hide(scores, key, entry, multiplicity, rows, tile, masks, ANY, GATHERED, DILATED)
                 weights, row_sum, row_max, shrink = next_softmax(
                     scores, row_sum, row_max, multiplicity, rows, MASKED or HAS_CALL_MASK, DILATED
                 )

@@ -198,7 +198,7 @@ class Call:
         q, k, v = self.q, self.k, self.v
         out, lse = results(q, v)
         hashes = self.flags["DROPOUT"] and self.head_dim <= SMALL_HEAD
-        if not hashes and self._on_hopper(self.layout.block_q, self.layout.block_k, q, k, v, out):
+        if not hashes and self._on_hopper(*self.layout.blocks, q, k, v, out, gathers=True):
             self._hopper_forward(out, lse)
             return out, lse
         tiles, owned, config = self._query_tiles(self.configs.forward)
@@ -295,17 +295,19 @@ class Call:
                 **self._launch_options(config),
             )  # fmt: skip
 
-    def _on_hopper(self, own_block: int, block: int, *tensors: Tensor) -> bool:
+    def _on_hopper(self, own_block: int, block: int, *tensors: Tensor, gathers: bool = False) -> bool:
         plain = self.bias.flags["BIAS"] or _plain_reason(
-            self.hopper, self.head_dim, self.layout, own_block, block, tensors
+            self.hopper, self.head_dim, self.layout, own_block, block, tensors, gathers
         )
         return not plain
 
     def _hopper_forward(self, out: Tensor, lse: Tensor) -> None:
         layout = self.layout
         tile_k, q_stages, kv_stages = HOPPER_FORWARD[self.head_dim]
-        tile_k = min(tile_k, layout.block_k)
-        described = self._described((self.q, self.k, self.v, out), (64, tile_k, tile_k, 64))
+        if layout.dilated:  # each block has its own multiplicity
+            tile_k = min(tile_k, layout.block_k)
+        box = min(tile_k, layout.block_k)  # a tile is part of a block or gathers several
+        described = self._described((self.q, self.k, self.v, out), (64, box, box, 64))
         for programs, schedule in self._schedules(layout.num_q_blocks, layout.block_q // 128, self.heads):
             self._launch(
                 hopper_forward.forward_kernel, (programs,),
@@ -383,16 +385,16 @@ def kernels_of(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, options: Ca
     """Which kernels a call and its gradient run on, and why. Asks what a launch asks, and launches nothing."""
     _, hopper, _ = _device(q.device, padded_dim(max(q.shape[3], v.shape[3])), q.dtype.itemsize)
 
-    def plain_reason(own_block: int, block: int) -> str | None:
+    def plain_reason(own_block: int, block: int, gathers: bool = False) -> str | None:
         if options.bias is not None and not options.bias.is_alibi:
             return "the others add no bias but a slope for each head"
-        return _plain_reason(hopper, q.shape[3], layout, own_block, block, (q, k, v))
+        return _plain_reason(hopper, q.shape[3], layout, own_block, block, (q, k, v), gathers)
 
-    reasons = {"forward": plain_reason(layout.block_q, layout.block_k)}
+    reasons = {"forward": plain_reason(layout.block_q, layout.block_k, gathers=True)}
     reasons["backward, dk and dv"] = plain_reason(layout.block_k, layout.block_q)
-    reasons["backward, dq"] = reasons["forward"]
+    reasons["backward, dq"] = plain_reason(layout.block_q, layout.block_k)
     if options.learned():
-        reasons["backward, dq"] = reasons["forward"] or "it sums the gradient of the bias"
+        reasons["backward, dq"] = reasons["backward, dq"] or "it sums the gradient of the bias"
     if options.dropout_p > 0 and q.shape[3] <= SMALL_HEAD:
         reasons["forward"] = reasons["forward"] or "it is faster for dropout with small heads"
     return {
@@ -402,9 +404,11 @@ def kernels_of(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, options: Ca
 
 
 def _plain_reason(
-    hopper: bool, head_dim: int, layout: BlockLayout, own_block: int, block: int, tensors: Sequence[Tensor]
-) -> str | None:
-    """Why a plain kernel runs instead of a warp-specialised one that owns blocks of one size and walks the other."""
+    hopper: bool, head_dim: int, layout: BlockLayout, own_block: int, block: int, tensors: Sequence[Tensor],
+    gathers: bool,
+) -> str | None:  # fmt: skip
+    """Why a plain kernel runs instead of a warp-specialised one that owns blocks of one size and walks the other, which
+    it `gathers` where they are smaller than a tile."""
     if not hopper:
         return "the others are for 16-bit tensors on a GPU of compute capability 9.0"
     if head_dim not in HOPPER_FORWARD:
@@ -415,8 +419,12 @@ def _plain_reason(
         return "the others know one range of keys a query, such as documents"
     if len(layout.bitmaps):
         return "the others read no bitmaps"
-    if own_block % 128 or block % 64:
-        return "the others own blocks of 128 and walk blocks of 64"
+    if own_block % 128:
+        return "the others own blocks of 128"
+    if block % 64 and not gathers:
+        return "the others walk blocks of 64"
+    if block % 64 and layout.dilated:
+        return "the others walk blocks of 64 where a key may count several times"
     # The copy engine reaches the tokens of a residue class where all classes are equally long.
     if layout.seq_q % layout.num_residues or layout.seq_k % layout.num_residues:
         return "the dilation rates do not divide the sequence"
