@@ -154,6 +154,8 @@ HOPPER_CALLS = {
     "gathered keys, masks": {"head_dim": 64, "dtype": torch.bfloat16, "block": (128, 32), "masks": True},
     "gathered keys, dropped": {"head_dim": 128, "dtype": torch.float16, "block": (128, 64), "shaped": True,
                                "dropout_p": 0.1},
+    "rows of their own": {"head_dim": 128, "dtype": torch.bfloat16, "block": 64},
+    "rows of their own, gathered keys": {"head_dim": 64, "dtype": torch.bfloat16, "block": (64, 16), "shaped": True},
     "masks": {"head_dim": 64, "dtype": torch.bfloat16, "masks": True},
     "shaped": {"head_dim": 64, "dtype": torch.bfloat16, "shaped": True},
     "dropped": {"head_dim": 64, "dtype": torch.bfloat16, "shaped": True, "dropout_p": 0.6},

@@ -12,7 +12,7 @@ from pathlib import Path
 import triton
 
 LINE = re.compile(r"\s+/\*([0-9a-f]{4,5})\*/\s+(?:@!?(U?P\w+) )?([\w.]+)\s*(.*?)\s*;")
-WRITES = ("U", "R2UR", "S2UR", "VOTEU")
+WRITES = ("U", "R2UR", "S2UR", "VOTEU", "REDUX")
 ONLY_READS = ("UISETP", "UTMA", "UBLK", "UCG", "USETM")
 ENDS = ("EXIT", "RET", "BRX")
 PADS = ("NOP", "BRA")  # behind the end

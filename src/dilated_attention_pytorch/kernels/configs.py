@@ -26,6 +26,8 @@ class Configs(NamedTuple):
 
 # The warp-specialised kernels, by head dimension: keys a tile, how many query tiles and key tiles are in flight;
 HOPPER_FORWARD = {64: (128, 2, 3), 128: (128, 2, 2)}
+# the same where each warpgroup has blocks of 64 queries, and buffers, of its own;
+HOPPER_FORWARD_ALONE = {64: (128, 2, 3), 128: (64, 2, 2)}
 # rows of a streamed tile, and how many are in flight.
 HOPPER_BACKWARD = {64: (128, 2), 128: (64, 3)}
 # For dk and dv with a softcap, slopes or dropout: larger tiles leave too few registers (1.1 to 1.7 times slower).

@@ -191,9 +191,9 @@ class Ring:
         return step % self.NUM_STAGES
 
     @gluon.jit
-    def init(self, place):
+    def init(self, place, CONSUMERS: gl.constexpr = 2):
         mbarrier.init(self.ready.index(place), count=1)
-        mbarrier.init(self.empty.index(place), count=2)
+        mbarrier.init(self.empty.index(place), count=CONSUMERS)
 
     @gluon.jit
     def acquire(self, step, NUM_BYTES: gl.constexpr):
@@ -268,6 +268,21 @@ class Lists:
         residue, row = split_residue(block, self.num_blocks // self.num_residues, self.DILATED)
         row = row * self.OWN_BLOCK + place % TILES_PER_BLOCK * TILE
         return Tile(sample, head, residue, row, block, start, split, stop)
+
+    @gluon.jit
+    def tile_alone(self, turn, who):
+        """The tile of one warpgroup, where blocks have half the rows of a tile: each of the two walks its own list.
+
+        The two of a turn are neighbours in the order of work, so about equally long. Where the last one has no
+        neighbour, both do the same.
+        """
+        place, head_id = scheduled_tile(turn, self.schedule)
+        sample, head = head_id // self.heads, head_id % self.heads
+        rows_before = self.list_of(sample, head) * self.num_blocks
+        at = rows_before + gl.minimum(2 * place + who, self.num_blocks - 1)
+        block, start, split, stop = load_work(self.work, at)
+        residue, row = split_residue(block, self.num_blocks // self.num_residues, self.DILATED)
+        return Tile(sample, head, residue, row * self.OWN_BLOCK, block, start, split, stop)
 
     @gluon.jit
     def list_of(self, sample, head):

@@ -79,18 +79,29 @@ class Rings:
 
 
 @gluon.jit
-def _fetch(q, k, v, rings, lists, steps, D: gl.constexpr):
+def tile_for(lists, turn, WHO: gl.constexpr):
+    """The tile of a turn: one for both warpgroups, or that of one of them."""
+    if lists.OWN_BLOCK < TILE:
+        tile = lists.tile_alone(turn, WHO)
+    else:
+        tile = lists.tile(turn, lists.heads, 1)
+    return tile
+
+
+@gluon.jit
+def _fetch(WHO: gl.constexpr, q, k, v, rings, lists, steps, D: gl.constexpr):
+    HALVES: gl.constexpr = 1 if lists.OWN_BLOCK < TILE else 2
     queries, keys, values = rings.queries, rings.keys, rings.values
     q_step, k_step, v_step = steps
     step, turns = 0, lists.turns()
-    tile = lists.tile(0, lists.heads, 1)
+    tile = tile_for(lists, 0, WHO)
     block = first_to_fetch(lists, tile)
     for turn in range(turns):
         # Reading lists takes as long as a block of work: the next tile and the next block are asked for in time.
-        next_tile = lists.tile(turn + 1, lists.heads, 1)
-        bar = queries.acquire(turn, TILE * D * BYTES)
-        for half in gl.static_range(2):
-            buffer = queries.buffers.index(2 * queries.place(turn) + half)
+        next_tile = tile_for(lists, turn + 1, WHO)
+        bar = queries.acquire(turn, HALVES * ROWS * D * BYTES)
+        for half in gl.static_range(HALVES):
+            buffer = queries.buffers.index(HALVES * queries.place(turn) + half)
             at = [tile.sample, tile.row + half * ROWS, tile.head * D + tile.residue * q_step]
             load_block(q, at, bar, as_block(buffer, q))
         column = tile.head // lists.group * D
@@ -149,14 +160,16 @@ HANDS = gl.constexpr(("bar.arrive 15, 256; mov.u32 $0, 0;", "bar.arrive 14, 256;
 
 
 @gluon.jit
-def take_turn(WHO: gl.constexpr):
-    """Wait until the other warpgroup has handed over."""
-    gl.inline_asm_elementwise(TAKES[WHO], "=r,r", [gl.program_id(0)], gl.int32, is_pure=False, pack=1)
+def take_turn(WHO: gl.constexpr, ALONE: gl.constexpr):
+    """Wait until the other warpgroup has handed over. Those with lists of their own wait for nobody."""
+    if not ALONE:
+        gl.inline_asm_elementwise(TAKES[WHO], "=r,r", [gl.program_id(0)], gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
-def hand_over(WHO: gl.constexpr):
-    gl.inline_asm_elementwise(HANDS[WHO], "=r,r", [gl.program_id(0)], gl.int32, is_pure=False, pack=1)
+def hand_over(WHO: gl.constexpr, ALONE: gl.constexpr):
+    if not ALONE:
+        gl.inline_asm_elementwise(HANDS[WHO], "=r,r", [gl.program_id(0)], gl.int32, is_pure=False, pack=1)
 
 
 @aggregate
@@ -175,9 +188,9 @@ class Rows:
 
 
 @gluon.jit
-def rows_of(tile, lane, WHO: gl.constexpr, lists, masks, mods):
+def rows_of(tile, lane, HALF: gl.constexpr, lists, masks, mods):
     BOUNDED: gl.constexpr = masks.ONE_INTERVAL and not masks.HAS_RULE_IDS
-    token = lists.token(tile.row + WHO * ROWS + lane, tile.residue)
+    token = lists.token(tile.row + HALF * ROWS + lane, tile.residue)
     query = gl.expand_dims(token, 1)
     list_id = lists.list_of(tile.sample, tile.head)
     first, reach = query, query
@@ -276,6 +289,9 @@ def _compute(WHO: gl.constexpr, out, lse, rings, lists, masks, mods, D: gl.const
     TILE_K: gl.constexpr = lists.STREAM
     GATHERED: gl.constexpr = lists.BLOCK < TILE_K
     DILATED: gl.constexpr = lists.DILATED
+    ALONE: gl.constexpr = lists.OWN_BLOCK < TILE
+    HALVES: gl.constexpr = 1 if ALONE else 2  # of a tile, and which one is this warpgroup's
+    HALF: gl.constexpr = 0 if ALONE else WHO
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_K, 16])
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
@@ -291,18 +307,18 @@ def _compute(WHO: gl.constexpr, out, lse, rings, lists, masks, mods, D: gl.const
 
     step, turns = 0, lists.turns()
     if WHO == 1:
-        hand_over(WHO)
-    tile = lists.tile(0, lists.heads, 1)
+        hand_over(WHO, ALONE)
+    tile = tile_for(lists, 0, WHO)
     queries.wait(0)
     keys.wait(0)
     pending = warpgroup_mma(
-        queries.buffers.index(WHO), keys.buffers.index(0).permute((1, 0)), no_scores, use_acc=False, is_async=True
+        queries.buffers.index(HALF), keys.buffers.index(0).permute((1, 0)), no_scores, use_acc=False, is_async=True
     )
     for turn in range(turns):
         # What the next tile is: asked for now, read when this one is done.
-        next_tile = lists.tile(turn + 1, lists.heads, 1)
-        q = queries.buffers.index(queries.place(turn) * 2 + WHO)
-        rows = rows_of(tile, lane, WHO, lists, masks, mods)
+        next_tile = tile_for(lists, turn + 1, WHO)
+        q = queries.buffers.index(queries.place(turn) * HALVES + HALF)
+        rows = rows_of(tile, lane, HALF, lists, masks, mods)
         num_full = lists.num_parts(tile.split - tile.start)
         # A row without keys has one block, of which it sees nothing.
         num = gl.maximum(lists.num_parts_up(tile.stop - tile.start), 1)
@@ -337,7 +353,7 @@ def _compute(WHO: gl.constexpr, out, lse, rings, lists, masks, mods, D: gl.const
                 begin, end = gl.maximum(num_full, 1), num
                 # The same queries, by an address that does not look the same (no list ends before it starts): else
                 # ptxas reads here what it has computed before the loop over full blocks, even where there are none.
-                q = queries.buffers.index(queries.place(turn) * 2 + WHO + (tile.start > tile.stop).to(gl.int32))
+                q = queries.buffers.index(queries.place(turn) * HALVES + HALF + (tile.start > tile.stop).to(gl.int32))
             else:
                 begin, end = 1, num_full
             for i in range(begin, end):
@@ -347,14 +363,14 @@ def _compute(WHO: gl.constexpr, out, lse, rings, lists, masks, mods, D: gl.const
                 if DILATED:
                     multiplicity = gl.load(masks.rule_ids + lists.entry(tile.start, i, 0))
                 keys.wait(here)
-                take_turn(WHO)
+                take_turn(WHO, ALONE)
                 pending_scores = warpgroup_mma(
                     q, keys.buffers.index(keys.place(here)).permute((1, 0)), no_scores, use_acc=False, is_async=True
                 )
                 operand = gl.convert_layout(weights.to(dtype), WEIGHTS)
                 values.wait(before)
                 pending_acc = warpgroup_mma(operand, values.buffers.index(values.place(before)), acc, is_async=True)
-                hand_over(WHO)
+                hand_over(WHO, ALONE)
                 scores = warpgroup_mma_wait(1, deps=[pending_scores])
                 if mods.NEGATIVE_SCALE:
                     scores = -scores
@@ -384,7 +400,7 @@ def _compute(WHO: gl.constexpr, out, lse, rings, lists, masks, mods, D: gl.const
         step += num
         operand = gl.convert_layout(weights.to(dtype), WEIGHTS)
         values.wait(last)
-        take_turn(WHO)
+        take_turn(WHO, ALONE)
         pending_acc = warpgroup_mma(operand, values.buffers.index(values.place(last)), acc, is_async=True)
         next_turn = turn + 1
         if next_turn < turns:
@@ -392,10 +408,10 @@ def _compute(WHO: gl.constexpr, out, lse, rings, lists, masks, mods, D: gl.const
             keys.wait(step)
         # After the last tile this multiplies what is left in the buffers, and nobody reads the result.
         pending = warpgroup_mma(
-            queries.buffers.index(queries.place(next_turn) * 2 + WHO),
+            queries.buffers.index(queries.place(next_turn) * HALVES + HALF),
             keys.buffers.index(keys.place(step)).permute((1, 0)), no_scores, use_acc=False, is_async=True,
         )  # fmt: skip
-        hand_over(WHO)
+        hand_over(WHO, ALONE)
         acc = warpgroup_mma_wait(1, deps=[pending_acc])
         values.release(last)
 
@@ -404,16 +420,39 @@ def _compute(WHO: gl.constexpr, out, lse, rings, lists, masks, mods, D: gl.const
         acc = acc * gl.expand_dims(gl.convert_layout(inverse, gl.SliceLayout(1, ACC)), 1)
         q.store(acc.to(dtype))  # these queries have served; no other warpgroup reads them
         fence_async_shared()
-        at = [tile.sample, tile.row + WHO * ROWS, (tile.residue * lists.heads + tile.head) * D]
+        at = [tile.sample, tile.row + HALF * ROWS, (tile.residue * lists.heads + tile.head) * D]
         store_block(out, at, as_block(q, out))
         row_lse = gl.where(empty, float("-inf"), (row_max + gl.log2(row_sum)) * 0.6931471805599453)
         of_head = (tile.sample.to(gl.int64) * lists.heads + tile.head) * masks.seq_q
         gl.store(lse + of_head + rows.token, row_lse, mask=rows.token < masks.seq_q)
         tile = next_tile
     if WHO == 0:
-        take_turn(WHO)
+        take_turn(WHO, ALONE)
     warpgroup_mma_wait(0, deps=[pending])
     tma.store_wait(0)
+
+
+@gluon.jit
+def new_rings(
+    dtype: gl.constexpr, D: gl.constexpr, TILE_K: gl.constexpr, Q_STAGES: gl.constexpr, KV_STAGES: gl.constexpr,
+    ALONE: gl.constexpr,
+):  # fmt: skip
+    """For both warpgroups, or for one that works alone."""
+    CONSUMERS: gl.constexpr = 1 if ALONE else 2
+    ROW_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], dtype)
+    KEY_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE_K, D], dtype)
+    q_buffers = gl.allocate_shared_memory(dtype, [CONSUMERS * Q_STAGES, ROWS, D], ROW_LAYOUT)
+    k_buffers = gl.allocate_shared_memory(dtype, [KV_STAGES, TILE_K, D], KEY_LAYOUT)
+    v_buffers = gl.allocate_shared_memory(dtype, [KV_STAGES, TILE_K, D], KEY_LAYOUT)
+    queries = Ring(q_buffers, new_barriers(Q_STAGES), new_barriers(Q_STAGES), Q_STAGES)
+    keys = Ring(k_buffers, new_barriers(KV_STAGES), new_barriers(KV_STAGES), KV_STAGES)
+    values = Ring(v_buffers, new_barriers(KV_STAGES), new_barriers(KV_STAGES), KV_STAGES)
+    for place in gl.static_range(Q_STAGES):
+        queries.init(place, CONSUMERS)
+    for place in gl.static_range(KV_STAGES):
+        keys.init(place, CONSUMERS)
+        values.init(place, CONSUMERS)
+    return Rings(queries, keys, values)
 
 
 @gluon.jit(do_not_specialize=[*VARYING, *VARYING_STEPS])
@@ -431,20 +470,8 @@ def forward_kernel(
 ):  # fmt: skip
     """`q`, `k`, `v` and `out` are what `describe` makes; `total_tiles` to `tile_order` are a `TileSchedule`, `walked`
     is the number of key blocks of a residue class, and steps lead from one class to the next."""
-    ROW_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], q.dtype)
-    KEY_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE_K, D], q.dtype)
-    q_buffers = gl.allocate_shared_memory(q.dtype, [2 * Q_STAGES, ROWS, D], ROW_LAYOUT)
-    k_buffers = gl.allocate_shared_memory(q.dtype, [KV_STAGES, TILE_K, D], KEY_LAYOUT)
-    v_buffers = gl.allocate_shared_memory(q.dtype, [KV_STAGES, TILE_K, D], KEY_LAYOUT)
-    queries = Ring(q_buffers, new_barriers(Q_STAGES), new_barriers(Q_STAGES), Q_STAGES)
-    keys = Ring(k_buffers, new_barriers(KV_STAGES), new_barriers(KV_STAGES), KV_STAGES)
-    values = Ring(v_buffers, new_barriers(KV_STAGES), new_barriers(KV_STAGES), KV_STAGES)
-    for place in gl.static_range(Q_STAGES):
-        queries.init(place)
-    for place in gl.static_range(KV_STAGES):
-        keys.init(place)
-        values.init(place)
-    rings = Rings(queries, keys, values)
+    ALONE: gl.constexpr = BLOCK_Q < TILE
+    rings = new_rings(q.dtype, D, TILE_K, Q_STAGES, KV_STAGES, ALONE)
     lists = Lists(
         indices, work, heads, group, num_blocks, lists_per_sample, heads_per_list, num_residues, walked,
         (total_tiles, tiles_per_head, first_tile, tile_order), BLOCK_Q, BLOCK_K, TILE_K, DILATED,
@@ -454,8 +481,18 @@ def forward_kernel(
         HAS_RULE_IDS, ONE_INTERVAL, DOCUMENTS, PADDING, DOCUMENT_IDS,
     )  # fmt: skip
     mods = ScoreMods(scale, cap, slopes, seed, threshold, keep_scale, NEGATIVE_SCALE, SOFTCAP, ALIBI, DROPOUT)
-    gl.warp_specialize([
-        (_compute, (0, out, lse, rings, lists, masks, mods, D)),
-        (_compute, (1, out, lse, rings, lists, masks, mods, D)),
-        (_fetch, (q, k, v, rings, lists, (q_step, k_step, v_step), D)),
-    ], [4, 1], [COMPUTE_REGS, FETCH_REGS])  # fmt: skip
+    steps = q_step, k_step, v_step
+    if ALONE:
+        others = new_rings(q.dtype, D, TILE_K, Q_STAGES, KV_STAGES, ALONE)
+        gl.warp_specialize([
+            (_compute, (0, out, lse, rings, lists, masks, mods, D)),
+            (_compute, (1, out, lse, others, lists, masks, mods, D)),
+            (_fetch, (0, q, k, v, rings, lists, steps, D)),
+            (_fetch, (1, q, k, v, others, lists, steps, D)),
+        ], [4, 1, 1], [COMPUTE_REGS, FETCH_REGS, FETCH_REGS])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (_compute, (0, out, lse, rings, lists, masks, mods, D)),
+            (_compute, (1, out, lse, rings, lists, masks, mods, D)),
+            (_fetch, (0, q, k, v, rings, lists, steps, D)),
+        ], [4, 1], [COMPUTE_REGS, FETCH_REGS])  # fmt: skip

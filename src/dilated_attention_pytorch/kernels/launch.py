@@ -27,6 +27,7 @@ from .configs import (
     HOPPER_BACKWARD,
     HOPPER_DKV_NARROW,
     HOPPER_FORWARD,
+    HOPPER_FORWARD_ALONE,
     Config,
     Configs,
     configs,
@@ -303,12 +304,13 @@ class Call:
 
     def _hopper_forward(self, out: Tensor, lse: Tensor) -> None:
         layout = self.layout
-        tile_k, q_stages, kv_stages = HOPPER_FORWARD[self.head_dim]
+        alone = layout.block_q < 128  # then each warpgroup walks a list of its own
+        tile_k, q_stages, kv_stages = (HOPPER_FORWARD_ALONE if alone else HOPPER_FORWARD)[self.head_dim]
         if layout.dilated:  # each block has its own multiplicity
             tile_k = min(tile_k, layout.block_k)
         box = min(tile_k, layout.block_k)  # a tile is part of a block or gathers several
         described = self._described((self.q, self.k, self.v, out), (64, box, box, 64))
-        for programs, schedule in self._schedules(layout.num_q_blocks, layout.block_q // 128, self.heads):
+        for programs, schedule in self._schedules(layout.num_q_blocks, layout.block_q / 128, self.heads):
             self._launch(
                 hopper_forward.forward_kernel, (programs,),
                 (*described, lse, *self._by_query(), *self.masks, self.slopes),
@@ -347,10 +349,11 @@ class Call:
                 num_warps=4, maxnreg=168,
             )  # fmt: skip
 
-    def _schedules(self, rows: int, tiles: int, heads: int) -> tuple[tuple[int, TileSchedule], ...]:
-        """Of rows of so many tiles each."""
+    def _schedules(self, rows: int, tiles: float, heads: int) -> tuple[tuple[int, TileSchedule], ...]:
+        """Of rows of so many tiles each, or of half a tile: two of them are one."""
         near = neighbourhood(self.layout.num_residues)
-        return tile_schedules(rows * tiles, near * tiles, heads * self.batch, num_processors(self.q.device))
+        per_head, near = math.ceil(rows * tiles), math.ceil(near * tiles)
+        return tile_schedules(per_head, near, heads * self.batch, num_processors(self.q.device))
 
     def _described(self, tensors: Sequence[Tensor], rows: Sequence[int]) -> list[Any]:
         """For the Hopper kernels' copies of so many rows."""
@@ -419,8 +422,8 @@ def _plain_reason(
         return "the others know one range of keys a query, such as documents"
     if len(layout.bitmaps):
         return "the others read no bitmaps"
-    if own_block % 128:
-        return "the others own blocks of 128"
+    if own_block % (64 if gathers else 128):
+        return f"the others own blocks of {64 if gathers else 128}"
     if block % 64 and not gathers:
         return "the others walk blocks of 64"
     if block % 64 and layout.dilated:
