@@ -66,6 +66,7 @@ from .hopper_common import (
     load_block,
     new_barriers,
     reaching,
+    spread,
     store_block,
     within,
 )
@@ -177,6 +178,7 @@ class Rows:
     """What a warpgroup knows of its 64 queries before it meets a key."""
 
     token: gl.tensor  # of the sequence, as are keys
+    place: gl.tensor  # in the tile, as a column
     query: gl.tensor  # the same as a column
     first: gl.tensor  # where BOUNDED, a query sees the keys from `first` to `first + reach`, whatever the block
     reach: gl.tensor
@@ -188,7 +190,7 @@ class Rows:
 
 
 @gluon.jit
-def rows_of(tile, lane, HALF: gl.constexpr, lists, masks, mods):
+def rows_of(tile, lane, HALF: gl.constexpr, lists, masks, mods, FINE: gl.constexpr):
     BOUNDED: gl.constexpr = masks.ONE_INTERVAL and not masks.HAS_RULE_IDS
     token = lists.token(tile.row + HALF * ROWS + lane, tile.residue)
     query = gl.expand_dims(token, 1)
@@ -206,8 +208,10 @@ def rows_of(tile, lane, HALF: gl.constexpr, lists, masks, mods):
     if mods.ALIBI:
         slope = gl.load(mods.slopes + tile.head)
     if mods.DROPOUT:
-        query_hash = dropout_query_hash(mods.seed, tile.sample * lists.heads + tile.head, query, tile.row)
-    return Rows(token, query, first, reach, list_id, exp_scale, slope, origin, query_hash)
+        stream = tile.sample * lists.heads + tile.head
+        query_hash = dropout_query_hash(mods.seed, stream, query, query if FINE else tile.row)
+    place = gl.expand_dims(HALF * ROWS + lane, 1)
+    return Rows(token, place, query, first, reach, list_id, exp_scale, slope, origin, query_hash)
 
 
 @gluon.jit
@@ -239,6 +243,23 @@ def hide(
             masks.seq_q, masks.seq_k, rows.exp_scale, False,
         )  # fmt: skip
     return scores
+
+
+@gluon.jit
+def hide_united(
+    scores, key, words, key_lane, rows, tile, lists, masks, MASKED: gl.constexpr, FINE: gl.constexpr
+):  # fmt: skip
+    """The same for a tile of united rows: `words` say which of them see each block, and of which it is partial."""
+    word = gl.expand_dims(spread(words, key_lane // lists.BLOCK), 0)
+    part = rows.place // FINE
+    seen = (word >> part) & 1 != 0
+    if MASKED:
+        seen = seen & (((word >> (part + 8)) & 1 != 0) | within(key, rows.first, rows.reach))
+    if masks.PADDING or masks.DOCUMENT_IDS:
+        seen = seen & masks.allowed(
+            key, rows.query, key, rows.first, rows.reach, 0, 0, 0, tile.sample, False, False, False
+        )  # fmt: skip
+    return gl.where(seen, scores, float("-inf"))
 
 
 @gluon.jit
@@ -284,7 +305,7 @@ def max_of_rows(x):
 
 
 @gluon.jit
-def _compute(WHO: gl.constexpr, out, lse, rings, lists, masks, mods, D: gl.constexpr):
+def _compute(WHO: gl.constexpr, out, lse, rings, lists, masks, mods, D: gl.constexpr, FINE: gl.constexpr):
     queries, keys, values = rings.queries, rings.keys, rings.values
     TILE_K: gl.constexpr = lists.STREAM
     GATHERED: gl.constexpr = lists.BLOCK < TILE_K
@@ -318,7 +339,7 @@ def _compute(WHO: gl.constexpr, out, lse, rings, lists, masks, mods, D: gl.const
         # What the next tile is: asked for now, read when this one is done.
         next_tile = tile_for(lists, turn + 1, WHO)
         q = queries.buffers.index(queries.place(turn) * HALVES + HALF)
-        rows = rows_of(tile, lane, HALF, lists, masks, mods)
+        rows = rows_of(tile, lane, HALF, lists, masks, mods, FINE)
         num_full = lists.num_parts(tile.split - tile.start)
         # A row without keys has one block, of which it sees nothing.
         num = gl.maximum(lists.num_parts_up(tile.stop - tile.start), 1)
@@ -336,7 +357,11 @@ def _compute(WHO: gl.constexpr, out, lse, rings, lists, masks, mods, D: gl.const
             key = lists.tokens(block, 0, key_lane)
         if HAS_SCORE_MODS:
             scores = modify(scores, key, rows, masks, mods)
-        if HAS_CALL_MASK or num_full == 0:
+        if FINE:
+            words = lists.words_of(masks.rule_ids, tile.start, tile.stop, 0)
+            key = lists.tokens(block, 0, key_lane)
+            scores = hide_united(scores, key, words, key_lane, rows, tile, lists, masks, True, FINE)
+        elif HAS_CALL_MASK or num_full == 0:
             key = lists.tokens(block, 0, key_lane)
             entry = lists.entry(tile.start, 0, key_lane)
             scores = hide(scores, key, entry, multiplicity, rows, tile, masks, True, GATHERED, DILATED)
@@ -360,6 +385,8 @@ def _compute(WHO: gl.constexpr, out, lse, rings, lists, masks, mods, D: gl.const
                 here, before = step + i, step + i - 1
                 if MASKED or HAS_CALL_MASK or mods.ALIBI or mods.DROPOUT:  # asked for now, read when scores are there
                     block = lists.blocks_of(tile.start, tile.stop, i, False)
+                if FINE:
+                    words_here = lists.words_of(masks.rule_ids, tile.start, tile.stop, i)
                 if DILATED:
                     multiplicity = gl.load(masks.rule_ids + lists.entry(tile.start, i, 0))
                 keys.wait(here)
@@ -378,7 +405,11 @@ def _compute(WHO: gl.constexpr, out, lse, rings, lists, masks, mods, D: gl.const
                     key = lists.tokens(block, i, key_lane)
                 if HAS_SCORE_MODS:
                     scores = modify(scores, key, rows, masks, mods)
-                if MASKED or HAS_CALL_MASK:  # noqa: SIM102
+                if FINE:
+                    if MASKED or HAS_CALL_MASK:
+                        key = lists.tokens(block, i, key_lane)
+                    scores = hide_united(scores, key, words_here, key_lane, rows, tile, lists, masks, MASKED, FINE)
+                elif MASKED or HAS_CALL_MASK:  # noqa: SIM102
                     # Always so; but what is behind a branch is not computed early, to be kept until it is needed.
                     if tile.start < tile.stop:
                         key = lists.tokens(block, i, key_lane)
@@ -386,7 +417,7 @@ def _compute(WHO: gl.constexpr, out, lse, rings, lists, masks, mods, D: gl.const
                         ANY: gl.constexpr = GATHERED or not MASKED
                         scores = hide(scores, key, entry, multiplicity, rows, tile, masks, ANY, GATHERED, DILATED)
                 weights, row_sum, row_max, shrink = next_softmax(
-                    scores, row_sum, row_max, multiplicity, rows, MASKED or HAS_CALL_MASK, DILATED
+                    scores, row_sum, row_max, multiplicity, rows, MASKED or HAS_CALL_MASK or FINE > 0, DILATED
                 )
                 if mods.DROPOUT:
                     weights = drop(weights, block, key, rows, lists, mods)
@@ -466,10 +497,11 @@ def forward_kernel(
     Q_STAGES: gl.constexpr, KV_STAGES: gl.constexpr, NEGATIVE_SCALE: gl.constexpr,
     HAS_RULE_IDS: gl.constexpr, ONE_INTERVAL: gl.constexpr, DOCUMENTS: gl.constexpr, PADDING: gl.constexpr,
     DOCUMENT_IDS: gl.constexpr, DILATED: gl.constexpr, SOFTCAP: gl.constexpr, ALIBI: gl.constexpr,
-    DROPOUT: gl.constexpr,
+    DROPOUT: gl.constexpr, FINE: gl.constexpr,
 ):  # fmt: skip
     """`q`, `k`, `v` and `out` are what `describe` makes; `total_tiles` to `tile_order` are a `TileSchedule`, `walked`
-    is the number of key blocks of a residue class, and steps lead from one class to the next."""
+    is the number of key blocks of a residue class, and steps lead from one class to the next. FINE is 0, or the small
+    block of which BLOCK_Q unites several: then `rule_ids` are `United.words`."""
     ALONE: gl.constexpr = BLOCK_Q < TILE
     rings = new_rings(q.dtype, D, TILE_K, Q_STAGES, KV_STAGES, ALONE)
     lists = Lists(
@@ -485,14 +517,14 @@ def forward_kernel(
     if ALONE:
         others = new_rings(q.dtype, D, TILE_K, Q_STAGES, KV_STAGES, ALONE)
         gl.warp_specialize([
-            (_compute, (0, out, lse, rings, lists, masks, mods, D)),
-            (_compute, (1, out, lse, others, lists, masks, mods, D)),
+            (_compute, (0, out, lse, rings, lists, masks, mods, D, FINE)),
+            (_compute, (1, out, lse, others, lists, masks, mods, D, FINE)),
             (_fetch, (0, q, k, v, rings, lists, steps, D)),
             (_fetch, (1, q, k, v, others, lists, steps, D)),
         ], [4, 1, 1], [COMPUTE_REGS, FETCH_REGS, FETCH_REGS])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_compute, (0, out, lse, rings, lists, masks, mods, D)),
-            (_compute, (1, out, lse, rings, lists, masks, mods, D)),
+            (_compute, (0, out, lse, rings, lists, masks, mods, D, FINE)),
+            (_compute, (1, out, lse, rings, lists, masks, mods, D, FINE)),
             (_fetch, (0, q, k, v, rings, lists, steps, D)),
         ], [4, 1], [COMPUTE_REGS, FETCH_REGS])  # fmt: skip
