@@ -154,8 +154,13 @@ HOPPER_CALLS = {
     "narrow keys": {"head_dim": 64, "dtype": torch.bfloat16, "block": (128, 64)},
     "gathered keys": {"head_dim": 128, "dtype": torch.bfloat16, "block": (128, 16)},
     "gathered keys, masks": {"head_dim": 64, "dtype": torch.bfloat16, "block": (128, 32), "masks": True},
-    "gathered keys, dropped": {"head_dim": 128, "dtype": torch.float16, "block": (128, 64), "shaped": True,
-                               "dropout_p": 0.1},
+    "gathered keys, dropped": {
+        "head_dim": 128,
+        "dtype": torch.float16,
+        "block": (128, 64),
+        "shaped": True,
+        "dropout_p": 0.1,
+    },
     "rows of their own": {"head_dim": 128, "dtype": torch.bfloat16, "block": 64},
     "rows of their own, gathered keys": {"head_dim": 64, "dtype": torch.bfloat16, "block": (64, 16), "shaped": True},
     "united rows": {"head_dim": 128, "dtype": torch.bfloat16, "block": 16, "many": True},
@@ -205,8 +210,8 @@ def launches_of(
     widths = head_dim, head_dim if head_dim_v is None else head_dim_v
     q, do = (torch.empty(1, seq, heads, width, dtype=dtype) for width in widths)
     k, v = (torch.empty(1, seq, heads_kv, width, dtype=dtype) for width in widths)
-    least = 0 if many else launch.LEAST_UNITED  # as if there were many blocks
-    with recorded(capability) as launches, patch.object(launch, "LEAST_UNITED", least):
+    least = 0 if many else united.LEAST_WORK  # as if there were many blocks
+    with recorded(capability) as launches, patch.object(united, "LEAST_WORK", least):
         out, lse = backend.forward(q, k, v, layout, extras)
         backend.backward(do, torch.zeros_like(lse), q, k, v, out, lse, layout, extras, wanted)
     if (everything or dtype == torch.float32) and not biased:  # decoding too, of which there is less

@@ -350,7 +350,7 @@ class Lists:
         if self.BLOCK < self.STREAM:
             blocks = (self.boxes(start, stop, i, 0),)
             for place in gl.static_range(1, self.STREAM // self.BLOCK):
-                blocks = blocks + (self.boxes(start, stop, i, place),)
+                blocks = blocks + (self.boxes(start, stop, i, place),)  # noqa: RUF005
         elif MAY_BE_EMPTY:
             blocks = gl.load(self.indices + self.entry(start, i, 0), mask=start < stop, other=0)
         else:
@@ -363,7 +363,8 @@ class Lists:
         entry = self.entry(start, i, 0) if self.BLOCK >= self.STREAM else start + i * (self.STREAM // self.BLOCK)
         found = (gl.load(words + entry, mask=entry < stop, other=0),)
         for place in gl.static_range(1, self.STREAM // self.BLOCK):
-            found = found + (gl.load(words + entry + place, mask=entry + place < stop, other=0),)
+            more = gl.load(words + entry + place, mask=entry + place < stop, other=0)
+            found = found + (more,)  # noqa: RUF005
         return found
 
 

@@ -19,7 +19,7 @@ from ..layout import BlockLayout
 from ..layout.lists import neighbourhood
 from ..options import CallOptions
 from ..patterns.blocks import ceil_div
-from . import launcher
+from . import launcher, united
 from .backward import dkv_kernel, dq_kernel, rows_kernel
 from .bias_arguments import BiasArguments, BiasSums, NoSums
 from .common import cap_kind
@@ -37,7 +37,7 @@ from .configs import (
 )
 from .forward import forward_kernel
 from .tile_scheduler import TileSchedule, tile_schedules
-from .united import WORTH, united_rows
+from .united import LARGE_BLOCK
 
 INTERPRETED = triton.knobs.runtime.interpret
 try:
@@ -51,10 +51,6 @@ else:
 Grads = tuple[Tensor, Tensor, Tensor]
 # To hash every pair takes longer than all products of small heads, and the plain kernel has more warps for it.
 SMALL_HEAD = 64
-# Queries of the large blocks that unite rows of small ones, and the least work (FLOPs) for which that is done: to unite
-# them takes as long as the plain kernel takes for some of it.
-LARGE_BLOCK = 64
-LEAST_UNITED = 2e10
 # lse and delta of every row, in units of the kernels and up to whole blocks: both together, then each.
 Rows = tuple[Tensor, Tensor, Tensor]
 
@@ -210,9 +206,9 @@ class Call:
             return out, lse
         by_query = self._by_query()
         if not hashes and self._unites(out):
-            united = self.layout._derive("united", lambda: united_rows(self.layout, LARGE_BLOCK))
-            self._hopper_forward(out, lse, LARGE_BLOCK, list(united[:3]))
-            by_query[-1] = united.own_work  # only one of the two has rows
+            rows = self.layout._derive("united", partial(united.united_rows, self.layout))
+            self._hopper_forward(out, lse, LARGE_BLOCK, [rows.indices, rows.words, rows.work])
+            by_query[-1] = rows.own_work  # only one of the two has rows
         tiles, owned, config = self._query_tiles(self.configs.forward)
         grid = (tiles * self.batch * (self.heads // owned["PACK"]),)
         if self._has_few_rows(owned["TILE_Q"] * owned["PACK"], config.tile_q):
@@ -316,7 +312,7 @@ class Call:
     def _unites(self, out: Tensor) -> bool:
         """Whether the rows of small blocks are united for the kernel for Hopper, where that turns out to pay."""
         gathers = self._on_hopper(LARGE_BLOCK, self.layout.block_k, self.q, self.k, self.v, out, gathers=True)
-        return gathers and not _own_rows_reason(self.layout, self.heads * self.batch, self.head_dim)
+        return gathers and not united.reason_not_to(self.layout, self.heads * self.batch, self.head_dim)
 
     def _hopper_forward(self, out: Tensor, lse: Tensor, block_q: int, by_query: list[Tensor]) -> None:
         """Of the layout's rows of blocks, or of those that unite several."""
@@ -337,8 +333,8 @@ class Call:
                 (*self.sizes, num_blocks, *self.list_sizes, *schedule,
                  layout.num_k_blocks // layout.num_residues, *(x.stride(1) for x in (self.q, self.k, self.v)),
                  self.exp_scale, self.cap, *self.dropout),
-                **{**self._hopper_flags(), "BLOCK_Q": block_q}, FINE=fine, TILE_K=tile_k, Q_STAGES=q_stages, KV_STAGES=kv_stages,
-                num_warps=4, maxnreg=168,
+                **{**self._hopper_flags(), "BLOCK_Q": block_q}, FINE=fine, TILE_K=tile_k, Q_STAGES=q_stages,
+                KV_STAGES=kv_stages, num_warps=4, maxnreg=168,
             )  # fmt: skip
 
     def _hopper_backward(self, do: Tensor, of_rows: Rows, dq: Tensor, dk: Tensor, dv: Tensor, *, of_keys: bool) -> None:
@@ -418,17 +414,13 @@ def kernels_of(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, options: Ca
     reasons["backward, dq"] = plain_reason(layout.block_q, layout.block_k)
     if options.learned():
         reasons["backward, dq"] = reasons["backward, dq"] or "it sums the gradient of the bias"
+    kinds = dict.fromkeys(reasons, "warp-specialised, for Hopper")
+    if reasons["forward"] and not plain_reason(LARGE_BLOCK, layout.block_k, gathers=True):
+        reasons["forward"] = united.reason_not_to(layout, q.shape[0] * q.shape[2], q.shape[3]) and reasons["forward"]
+        kinds["forward"] += ", over united rows of blocks, or plain Triton where these have little in common"
     if options.dropout_p > 0 and q.shape[3] <= SMALL_HEAD:
         reasons["forward"] = reasons["forward"] or "it is faster for dropout with small heads"
-    found = {
-        part: f"plain Triton: {reason}" if reason else "warp-specialised, for Hopper"
-        for part, reason in reasons.items()
-    }
-    unites = not plain_reason(LARGE_BLOCK, layout.block_k, gathers=True)
-    if reasons["forward"] and unites and not _own_rows_reason(layout, q.shape[0] * q.shape[2], q.shape[3]):
-        if options.dropout_p == 0 or q.shape[3] > SMALL_HEAD:
-            found["forward"] = "warp-specialised, for Hopper, over united rows of blocks; plain Triton if they have little in common"
-    return found
+    return {part: f"plain Triton: {reason}" if reason else kinds[part] for part, reason in reasons.items()}
 
 
 def _plain_reason(
@@ -458,18 +450,6 @@ def _plain_reason(
         return "the dilation rates do not divide the sequence"
     if not all(map(_tma_compatible, tensors)):
         return "the copy engine cannot read these strides or addresses"
-    return None
-
-
-def _own_rows_reason(layout: BlockLayout, heads: int, head_dim: int) -> str | None:
-    """Why rows of small blocks are not united."""
-    if layout.block_q not in WORTH:
-        return "blocks are not united"
-    if layout.dilated or layout.by_query.rule_ids.numel() or layout.rules.shape[1] > 1:
-        return "rows are united where all partial blocks share one interval"
-    pairs = len(layout.by_query.indices) * layout.block_q * layout.block_k
-    if 4 * pairs * head_dim * heads // layout.num_lists < LEAST_UNITED:
-        return "it is not worth it to unite rows of so few blocks"
     return None
 
 

@@ -27,9 +27,11 @@ from ..patterns.blocks import ceil_div
 
 SLAB = 1 << 27  # bytes of marks at a time
 CHUNK = 256  # entries, or key blocks, that a program looks at together
+LARGE_BLOCK = 64  # queries of the blocks that unite rows
 # How many times as many pairs the large tiles may compute and be as fast, by the rows of a small tile. A tile of 16
 # rows takes about as long as one of 64; measured on an H200.
 WORTH = {16: 5.0, 32: 3.0}
+LEAST_WORK = 2e10  # FLOPs of a call: to unite rows takes as long as the plain kernel takes for some of it
 
 
 class United(NamedTuple):
@@ -50,6 +52,18 @@ class United(NamedTuple):
 
     def tensors(self) -> list[Tensor]:
         return [*self]
+
+
+def reason_not_to(layout: BlockLayout, heads: int, head_dim: int) -> str | None:
+    """Why rows of a layout are not united, for so many heads of all samples."""
+    if layout.block_q not in WORTH:
+        return f"rows are united of blocks of {' and '.join(map(str, WORTH))} queries"
+    if layout.dilated or layout.by_query.rule_ids.numel() or layout.rules.shape[1] > 1:
+        return "rows are united where all partial blocks share one interval"
+    pairs = len(layout.by_query.indices) * layout.block_q * layout.block_k
+    if 4 * pairs * head_dim * heads // layout.num_lists < LEAST_WORK:
+        return "to unite rows of so few blocks takes longer than it saves"
+    return None
 
 
 @triton.jit
@@ -109,7 +123,7 @@ def unite_kernel(
     tl.store(rows + large * 4 + 3, stop)
 
 
-def united_rows(layout: BlockLayout, large_block: int) -> United:
+def united_rows(layout: BlockLayout, large_block: int = LARGE_BLOCK) -> United:
     """The rows of a layout united to blocks of `large_block` queries. Waits for nothing."""
     lists, group = layout.by_query, large_block // layout.block_q
     num_q, num_k = layout.num_q_blocks, layout.num_k_blocks
@@ -132,9 +146,7 @@ def united_rows(layout: BlockLayout, large_block: int) -> United:
     worth = worth_uniting(rows, lists.offsets, layout.block_q, group)
     gone, own_gone = (rows.new_zeros(4) for _ in range(2))
     gone[0], own_gone[0] = num_large, num_q
-    return United(
-        indices, words, torch.where(worth, work, gone), torch.where(worth, own_gone, layout.query_work)
-    )
+    return United(indices, words, torch.where(worth, work, gone), torch.where(worth, own_gone, layout.query_work))
 
 
 def worth_uniting(rows: Tensor, offsets: Tensor, block_q: int, group: int) -> Tensor:
