@@ -85,9 +85,12 @@ def backward(
 
 
 def workspace(request: SizeRequest) -> Workspace:
-    """Backward: lse and delta of every row, up to whole blocks, in float32."""
+    """Backward: lse and delta of every row, up to whole blocks, in float32. Forward: of small query blocks the united
+    lists (`kernels.united`), with their words and orders of work, while their marks are there."""
     shape, lists = request.shape, request.lists
-    return Workspace(0, 2 * 4 * shape.batch * shape.heads * lists.num_q_blocks * lists.block_q)
+    marks = lists.rows * lists.num_k_blocks
+    uniting = 8 * lists.blocks + 48 * lists.rows + min(marks, 1 << 24) if lists.block_q in (16, 32) else 0
+    return Workspace(uniting, 2 * 4 * shape.batch * shape.heads * lists.num_q_blocks * lists.block_q)
 
 
 def kernels_of(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, options: CallOptions) -> dict[str, str]:

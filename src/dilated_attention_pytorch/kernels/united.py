@@ -25,7 +25,7 @@ from ..layout import BlockLayout
 from ..layout.lists import in_order_of_work
 from ..patterns.blocks import ceil_div
 
-SLAB = 1 << 27  # bytes of marks at a time
+SLAB = 1 << 24  # bytes of marks at a time: they stay in the L2 cache
 CHUNK = 256  # entries, or key blocks, that a program looks at together
 LARGE_BLOCK = 64  # queries of the blocks that unite rows
 # How many times as many pairs the large tiles may compute and be as fast, by the rows of a small tile. A tile of 16
