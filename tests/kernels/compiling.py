@@ -165,6 +165,7 @@ HOPPER_CALLS = {
     "rows of their own, gathered keys": {"head_dim": 64, "dtype": torch.bfloat16, "block": (64, 16), "shaped": True},
     "united rows": {"head_dim": 128, "dtype": torch.bfloat16, "block": 16, "many": True},
     "united rows, shaped": {"head_dim": 64, "dtype": torch.bfloat16, "block": (32, 64), "shaped": True, "many": True},
+    "bitmaps of their own": {"head_dim": 64, "dtype": torch.bfloat16, "block": 64, "bitmaps": True},
     "masks": {"head_dim": 64, "dtype": torch.bfloat16, "masks": True},
     "shaped": {"head_dim": 64, "dtype": torch.bfloat16, "shaped": True},
     "dropped": {"head_dim": 64, "dtype": torch.bfloat16, "shaped": True, "dropout_p": 0.6},

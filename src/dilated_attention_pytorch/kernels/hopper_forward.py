@@ -246,6 +246,39 @@ def hide(
 
 
 @gluon.jit
+def bitmap_of(entry, stop, masks):
+    """What the rule of a partial block names: −1 − the number of a bitmap."""
+    rule = 0
+    if masks.HAS_RULE_IDS:
+        rule = gl.load(masks.rule_ids + gl.maximum(gl.minimum(entry, stop - 1), 0))
+    return gl.load(masks.rules + rule * masks.num_intervals * 5 + 4)
+
+
+@gluon.jit
+def bit_words(named, i, tile, bitmaps, lists, like, HALF: gl.constexpr):
+    """The words of a part's pairs, [rows, units of 16 keys]: each thread those of its scores, which are laid out as
+    `like` is. Where no bitmap is named, all bits are set."""
+    UNITS: gl.constexpr = lists.STREAM // 16
+    layout: gl.constexpr = gl.SliceLayout(2, gl.reshape(like, [ROWS, UNITS, 16]).type.layout)
+    row = gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(1, layout)), 1) + (tile.row % lists.OWN_BLOCK + HALF * ROWS)
+    unit = gl.expand_dims(gl.arange(0, UNITS, gl.SliceLayout(0, layout)), 0)
+    unit = unit + i % (lists.BLOCK // lists.STREAM) * UNITS
+    at = gl.maximum(-1 - named, 0).to(gl.int64) * (lists.OWN_BLOCK * (lists.BLOCK // 16))
+    inside = row * (lists.BLOCK // 16) + unit
+    return gl.load(bitmaps + at + inside, mask=(inside >= 0) & (named < 0), other=-1)
+
+
+@gluon.jit
+def hide_by_bits(scores, words, whole):
+    """Scores with −inf where a bit is not set, but for blocks that are `whole`."""
+    cube: gl.constexpr = gl.reshape(scores, [words.shape[0], words.shape[1], 16]).type.layout
+    lane = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, cube)))
+    bits = (gl.expand_dims(words.to(gl.int32), 2) >> gl.expand_dims(gl.expand_dims(lane, 0), 1)) & 1
+    seen = gl.convert_layout(gl.reshape(bits, scores.shape), scores.type.layout, assert_trivial=True) != 0
+    return gl.where(seen | whole, scores, float("-inf"))
+
+
+@gluon.jit
 def hide_united(
     scores, key, words, key_lane, rows, tile, lists, masks, MASKED: gl.constexpr, FINE: gl.constexpr
 ):  # fmt: skip
@@ -305,7 +338,10 @@ def max_of_rows(x):
 
 
 @gluon.jit
-def _compute(WHO: gl.constexpr, out, lse, rings, lists, masks, mods, D: gl.constexpr, FINE: gl.constexpr):
+def _compute(
+    WHO: gl.constexpr, out, lse, bitmaps, rings, lists, masks, mods, D: gl.constexpr, FINE: gl.constexpr,
+    BITMAPS: gl.constexpr,
+):  # fmt: skip
     queries, keys, values = rings.queries, rings.keys, rings.values
     TILE_K: gl.constexpr = lists.STREAM
     GATHERED: gl.constexpr = lists.BLOCK < TILE_K
@@ -349,6 +385,9 @@ def _compute(WHO: gl.constexpr, out, lse, rings, lists, masks, mods, D: gl.const
         if DILATED:
             multiplicity = gl.load(masks.rule_ids + tile.start, mask=tile.start < tile.stop, other=1)
             log_m = log_multiplicity(multiplicity, False)
+        if BITMAPS:
+            named = bitmap_of(tile.start, tile.stop, masks)
+            words = bit_words(named, 0, tile, bitmaps, lists, no_scores, HALF)
         scores = warpgroup_mma_wait(0, deps=[pending])
         keys.release(step)
         if mods.NEGATIVE_SCALE:
@@ -365,6 +404,8 @@ def _compute(WHO: gl.constexpr, out, lse, rings, lists, masks, mods, D: gl.const
             key = lists.tokens(block, 0, key_lane)
             entry = lists.entry(tile.start, 0, key_lane)
             scores = hide(scores, key, entry, multiplicity, rows, tile, masks, True, GATHERED, DILATED)
+            if BITMAPS:
+                scores = hide_by_bits(scores, words, entry < tile.split)
         weights, row_sum, row_max = first_softmax(scores, log_m, rows)
         if mods.DROPOUT:
             weights = drop(weights, block, key, rows, lists, mods)
@@ -376,6 +417,8 @@ def _compute(WHO: gl.constexpr, out, lse, rings, lists, masks, mods, D: gl.const
         for MASKED in gl.static_range(2):
             if MASKED:
                 begin, end = gl.maximum(num_full, 1), num
+                if BITMAPS:
+                    named = bitmap_of(lists.entry(tile.start, begin, 0), tile.stop, masks)
                 # The same queries, by an address that does not look the same (no list ends before it starts): else
                 # ptxas reads here what it has computed before the loop over full blocks, even where there are none.
                 q = queries.buffers.index(queries.place(turn) * HALVES + HALF + (tile.start > tile.stop).to(gl.int32))
@@ -385,6 +428,8 @@ def _compute(WHO: gl.constexpr, out, lse, rings, lists, masks, mods, D: gl.const
                 here, before = step + i, step + i - 1
                 if MASKED or HAS_CALL_MASK or mods.ALIBI or mods.DROPOUT:  # asked for now, read when scores are there
                     block = lists.blocks_of(tile.start, tile.stop, i, False)
+                if BITMAPS and MASKED:
+                    words = bit_words(named, i, tile, bitmaps, lists, no_scores, HALF)
                 if FINE:
                     words_here = lists.words_of(masks.rule_ids, tile.start, tile.stop, i)
                 if DILATED:
@@ -398,6 +443,8 @@ def _compute(WHO: gl.constexpr, out, lse, rings, lists, masks, mods, D: gl.const
                 values.wait(before)
                 pending_acc = warpgroup_mma(operand, values.buffers.index(values.place(before)), acc, is_async=True)
                 hand_over(WHO, ALONE)
+                if BITMAPS and MASKED:
+                    named = bitmap_of(lists.entry(tile.start, i + 1, 0), tile.stop, masks)
                 scores = warpgroup_mma_wait(1, deps=[pending_scores])
                 if mods.NEGATIVE_SCALE:
                     scores = -scores
@@ -416,6 +463,8 @@ def _compute(WHO: gl.constexpr, out, lse, rings, lists, masks, mods, D: gl.const
                         entry = lists.entry(tile.start, i, key_lane)
                         ANY: gl.constexpr = GATHERED or not MASKED
                         scores = hide(scores, key, entry, multiplicity, rows, tile, masks, ANY, GATHERED, DILATED)
+                    if BITMAPS and MASKED:
+                        scores = hide_by_bits(scores, words, False)
                 weights, row_sum, row_max, shrink = next_softmax(
                     scores, row_sum, row_max, multiplicity, rows, MASKED or HAS_CALL_MASK or FINE > 0, DILATED
                 )
@@ -489,7 +538,7 @@ def new_rings(
 @gluon.jit(do_not_specialize=[*VARYING, *VARYING_STEPS])
 def forward_kernel(
     q, k, v, out, lse,
-    indices, rule_ids, work, rules, documents, branches, padding, document_ids, seed, slopes,
+    indices, rule_ids, work, rules, documents, branches, padding, document_ids, seed, slopes, bitmaps,
     heads, group, seq_q, seq_k, num_blocks, lists_per_sample, heads_per_list, num_intervals, num_branches, num_residues,
     total_tiles, tiles_per_head, first_tile, tile_order, walked, q_step, k_step, v_step,
     scale, cap, threshold, keep_scale,
@@ -497,7 +546,7 @@ def forward_kernel(
     Q_STAGES: gl.constexpr, KV_STAGES: gl.constexpr, NEGATIVE_SCALE: gl.constexpr,
     HAS_RULE_IDS: gl.constexpr, ONE_INTERVAL: gl.constexpr, DOCUMENTS: gl.constexpr, PADDING: gl.constexpr,
     DOCUMENT_IDS: gl.constexpr, DILATED: gl.constexpr, SOFTCAP: gl.constexpr, ALIBI: gl.constexpr,
-    DROPOUT: gl.constexpr, FINE: gl.constexpr,
+    DROPOUT: gl.constexpr, FINE: gl.constexpr, BITMAPS: gl.constexpr,
 ):  # fmt: skip
     """`q`, `k`, `v` and `out` are what `describe` makes; `total_tiles` to `tile_order` are a `TileSchedule`, `walked`
     is the number of key blocks of a residue class, and steps lead from one class to the next. FINE is 0, or the small
@@ -517,14 +566,14 @@ def forward_kernel(
     if ALONE:
         others = new_rings(q.dtype, D, TILE_K, Q_STAGES, KV_STAGES, ALONE)
         gl.warp_specialize([
-            (_compute, (0, out, lse, rings, lists, masks, mods, D, FINE)),
-            (_compute, (1, out, lse, others, lists, masks, mods, D, FINE)),
+            (_compute, (0, out, lse, bitmaps, rings, lists, masks, mods, D, FINE, BITMAPS)),
+            (_compute, (1, out, lse, bitmaps, others, lists, masks, mods, D, FINE, BITMAPS)),
             (_fetch, (0, q, k, v, rings, lists, steps, D)),
             (_fetch, (1, q, k, v, others, lists, steps, D)),
         ], [4, 1, 1], [COMPUTE_REGS, FETCH_REGS, FETCH_REGS])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_compute, (0, out, lse, rings, lists, masks, mods, D, FINE)),
-            (_compute, (1, out, lse, rings, lists, masks, mods, D, FINE)),
+            (_compute, (0, out, lse, bitmaps, rings, lists, masks, mods, D, FINE, BITMAPS)),
+            (_compute, (1, out, lse, bitmaps, rings, lists, masks, mods, D, FINE, BITMAPS)),
             (_fetch, (0, q, k, v, rings, lists, steps, D)),
         ], [4, 1], [COMPUTE_REGS, FETCH_REGS])  # fmt: skip

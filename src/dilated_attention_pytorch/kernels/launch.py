@@ -322,19 +322,19 @@ class Call:
             num_blocks, fine = ceil_div(layout.seq_q, block_q), layout.block_q
         alone = block_q < 128  # then each warpgroup walks a list of its own
         tile_k, q_stages, kv_stages = (HOPPER_FORWARD_ALONE if alone else HOPPER_FORWARD)[self.head_dim]
-        if layout.dilated:  # each block has its own multiplicity
+        if layout.dilated or len(layout.bitmaps):  # each block has its own multiplicity, or words
             tile_k = min(tile_k, layout.block_k)
         box = min(tile_k, layout.block_k)  # a tile is part of a block or gathers several
         described = self._described((self.q, self.k, self.v, out), (64, box, box, 64))
         for programs, schedule in self._schedules(num_blocks, block_q / 128, self.heads):
             self._launch(
                 hopper_forward.forward_kernel, (programs,),
-                (*described, lse, *by_query, *self.masks, self.slopes),
+                (*described, lse, *by_query, *self.masks, self.slopes, layout.bitmaps),
                 (*self.sizes, num_blocks, *self.list_sizes, *schedule,
                  layout.num_k_blocks // layout.num_residues, *(x.stride(1) for x in (self.q, self.k, self.v)),
                  self.exp_scale, self.cap, *self.dropout),
                 **{**self._hopper_flags(), "BLOCK_Q": block_q}, FINE=fine, TILE_K=tile_k, Q_STAGES=q_stages,
-                KV_STAGES=kv_stages, num_warps=4, maxnreg=168,
+                BITMAPS=bool(len(layout.bitmaps)), KV_STAGES=kv_stages, num_warps=4, maxnreg=168,
             )  # fmt: skip
 
     def _hopper_backward(self, do: Tensor, of_rows: Rows, dq: Tensor, dk: Tensor, dv: Tensor, *, of_keys: bool) -> None:
@@ -437,8 +437,8 @@ def _plain_reason(
         return "the others are for v as wide as q and k"
     if num_ranges(layout) > 1:
         return "the others know one range of keys a query, such as documents"
-    if len(layout.bitmaps):
-        return "the others read no bitmaps"
+    if len(layout.bitmaps) and (not gathers or block % 64 or layout.rules.shape[1] > 1):
+        return "the others read no bitmaps" + ", but those of key blocks of 64 that alone are a rule" * gathers
     if own_block % (64 if gathers else 128):
         return f"the others own blocks of {64 if gathers else 128}"
     if block % 64 and not gathers:

@@ -58,7 +58,7 @@ def reason_not_to(layout: BlockLayout, heads: int, head_dim: int) -> str | None:
     """Why rows of a layout are not united, for so many heads of all samples."""
     if layout.block_q not in WORTH:
         return f"rows are united of blocks of {' and '.join(map(str, WORTH))} queries"
-    if layout.dilated or layout.by_query.rule_ids.numel() or layout.rules.shape[1] > 1:
+    if layout.dilated or len(layout.bitmaps) or layout.by_query.rule_ids.numel() or layout.rules.shape[1] > 1:
         return "rows are united where all partial blocks share one interval"
     pairs = len(layout.by_query.indices) * layout.block_q * layout.block_k
     if 4 * pairs * head_dim * heads // layout.num_lists < LEAST_WORK:
