@@ -48,11 +48,11 @@ from .common import (
     signed_distance,
 )
 from .forward import VARYING
+from .hopper_bits import bit_words, bitmap_of, hide_by_bits, hide_united
 from .hopper_common import (
     BYTES,
     COMPUTE_REGS,
     FETCH_REGS,
-    ONE_WARP,
     ROWS,
     TILE,
     VARYING_STEPS,
@@ -62,14 +62,12 @@ from .hopper_common import (
     ScoreMods,
     aggregate,
     as_block,
-    as_blocks,
     load_block,
     new_barriers,
     reaching,
-    spread,
     store_block,
-    within,
 )
+from .hopper_gather import fetch_part, first_to_fetch, next_to_fetch
 
 
 @aggregate
@@ -114,44 +112,6 @@ def _fetch(WHO: gl.constexpr, q, k, v, rings, lists, steps, D: gl.constexpr):
             step += 1
             block = next_block
         tile = next_tile
-
-
-@gluon.jit
-def first_to_fetch(lists, tile):
-    """The block of a list's first part. Where a part gathers several, the one of each lane of the fetching warp."""
-    if lists.BLOCK < lists.STREAM:
-        block = lists.boxes(tile.start, tile.stop, 0, gl.arange(0, 32, ONE_WARP))
-    else:
-        block = gl.load(lists.indices + tile.start, mask=tile.start < tile.stop, other=0)
-    return block
-
-
-@gluon.jit
-def next_to_fetch(lists, tile, next_tile, i, num):
-    """The same of part `i`, which may be the first of the next tile."""
-    ends = i == num
-    start, stop = gl.where(ends, next_tile.start, tile.start), gl.where(ends, next_tile.stop, tile.stop)
-    if lists.BLOCK < lists.STREAM:
-        block = lists.boxes(start, stop, gl.where(ends, 0, i), gl.arange(0, 32, ONE_WARP))
-    else:
-        entry = gl.where(ends, start, lists.entry(start, i, 0))
-        block = gl.load(lists.indices + entry, mask=entry < stop, other=0)
-    return block
-
-
-@gluon.jit
-def fetch_part(x, ring, step, lists, block, i, sample, column, x_step, D: gl.constexpr):
-    """Part `i` of a list into the ring: one copy, or one for each of the blocks that it gathers."""
-    bar = ring.acquire(step, lists.STREAM * D * BYTES)
-    buffer = ring.buffers.index(ring.place(step))
-    if lists.BLOCK < lists.STREAM:
-        whole = as_blocks(buffer, x)
-        for place in gl.static_range(lists.STREAM // lists.BLOCK):
-            row = gl.sum(gl.where(gl.arange(0, 32, ONE_WARP) == place, block, 0), 0) * lists.BLOCK
-            load_block(x, [sample, row, column], bar, whole.slice(place * lists.BLOCK, lists.BLOCK, 1))
-    else:
-        residue, row = lists.part(block, i)
-        load_block(x, [sample, row, column + residue * x_step], bar, as_block(buffer, x))
 
 
 # Barriers of the hardware, which are quicker than those in memory; Triton takes the first numbers for itself. An
@@ -243,56 +203,6 @@ def hide(
             masks.seq_q, masks.seq_k, rows.exp_scale, False,
         )  # fmt: skip
     return scores
-
-
-@gluon.jit
-def bitmap_of(entry, stop, masks):
-    """What the rule of a partial block names: −1 − the number of a bitmap."""
-    rule = 0
-    if masks.HAS_RULE_IDS:
-        rule = gl.load(masks.rule_ids + gl.maximum(gl.minimum(entry, stop - 1), 0))
-    return gl.load(masks.rules + rule * masks.num_intervals * 5 + 4)
-
-
-@gluon.jit
-def bit_words(named, i, tile, bitmaps, lists, like, HALF: gl.constexpr):
-    """The words of a part's pairs, [rows, units of 16 keys]: each thread those of its scores, which are laid out as
-    `like` is. Where no bitmap is named, all bits are set."""
-    UNITS: gl.constexpr = lists.STREAM // 16
-    layout: gl.constexpr = gl.SliceLayout(2, gl.reshape(like, [ROWS, UNITS, 16]).type.layout)
-    row = gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(1, layout)), 1) + (tile.row % lists.OWN_BLOCK + HALF * ROWS)
-    unit = gl.expand_dims(gl.arange(0, UNITS, gl.SliceLayout(0, layout)), 0)
-    unit = unit + i % (lists.BLOCK // lists.STREAM) * UNITS
-    at = gl.maximum(-1 - named, 0).to(gl.int64) * (lists.OWN_BLOCK * (lists.BLOCK // 16))
-    inside = row * (lists.BLOCK // 16) + unit
-    return gl.load(bitmaps + at + inside, mask=(inside >= 0) & (named < 0), other=-1)
-
-
-@gluon.jit
-def hide_by_bits(scores, words, whole):
-    """Scores with −inf where a bit is not set, but for blocks that are `whole`."""
-    cube: gl.constexpr = gl.reshape(scores, [words.shape[0], words.shape[1], 16]).type.layout
-    lane = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, cube)))
-    bits = (gl.expand_dims(words.to(gl.int32), 2) >> gl.expand_dims(gl.expand_dims(lane, 0), 1)) & 1
-    seen = gl.convert_layout(gl.reshape(bits, scores.shape), scores.type.layout, assert_trivial=True) != 0
-    return gl.where(seen | whole, scores, float("-inf"))
-
-
-@gluon.jit
-def hide_united(
-    scores, key, words, key_lane, rows, tile, lists, masks, MASKED: gl.constexpr, FINE: gl.constexpr
-):  # fmt: skip
-    """The same for a tile of united rows: `words` say which of them see each block, and of which it is partial."""
-    word = gl.expand_dims(spread(words, key_lane // lists.BLOCK), 0)
-    part = rows.place // FINE
-    seen = (word >> part) & 1 != 0
-    if MASKED:
-        seen = seen & (((word >> (part + 8)) & 1 != 0) | within(key, rows.first, rows.reach))
-    if masks.PADDING or masks.DOCUMENT_IDS:
-        seen = seen & masks.allowed(
-            key, rows.query, key, rows.first, rows.reach, 0, 0, 0, tile.sample, False, False, False
-        )  # fmt: skip
-    return gl.where(seen, scores, float("-inf"))
 
 
 @gluon.jit
@@ -456,7 +366,7 @@ def _compute(
                     if MASKED or HAS_CALL_MASK:
                         key = lists.tokens(block, i, key_lane)
                     scores = hide_united(scores, key, words_here, key_lane, rows, tile, lists, masks, MASKED, FINE)
-                elif MASKED or HAS_CALL_MASK:  # noqa: SIM102
+                elif MASKED or HAS_CALL_MASK:
                     # Always so; but what is behind a branch is not computed early, to be kept until it is needed.
                     if tile.start < tile.stop:
                         key = lists.tokens(block, i, key_lane)

@@ -1,0 +1,61 @@
+"""What single bits hide in the forward for Hopper: pairs of a block by `layout.bitmaps`, small rows by `United.words`.
+
+Words are asked for before the scores are there. A thread reads those of its own scores: their layout is that of the
+scores, split into units of keys, and to spread the bits over them moves nothing.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from .hopper_common import ROWS, spread, within
+
+
+@gluon.jit
+def bitmap_of(entry, stop, masks):
+    """What the rule of a partial block names: −1 − the number of a bitmap."""
+    rule = 0
+    if masks.HAS_RULE_IDS:
+        rule = gl.load(masks.rule_ids + gl.maximum(gl.minimum(entry, stop - 1), 0))
+    return gl.load(masks.rules + rule * masks.num_intervals * 5 + 4)
+
+
+@gluon.jit
+def bit_words(named, i, tile, bitmaps, lists, like, HALF: gl.constexpr):
+    """The words of a part's pairs, [rows, units of 16 keys]: each thread those of its scores, which are laid out as
+    `like` is. Where no bitmap is named, all bits are set."""
+    UNITS: gl.constexpr = lists.STREAM // 16
+    layout: gl.constexpr = gl.SliceLayout(2, gl.reshape(like, [ROWS, UNITS, 16]).type.layout)
+    row = gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(1, layout)), 1) + (tile.row % lists.OWN_BLOCK + HALF * ROWS)
+    unit = gl.expand_dims(gl.arange(0, UNITS, gl.SliceLayout(0, layout)), 0)
+    unit = unit + i % (lists.BLOCK // lists.STREAM) * UNITS
+    at = gl.maximum(-1 - named, 0).to(gl.int64) * (lists.OWN_BLOCK * (lists.BLOCK // 16))
+    inside = row * (lists.BLOCK // 16) + unit
+    return gl.load(bitmaps + at + inside, mask=(inside >= 0) & (named < 0), other=-1)
+
+
+@gluon.jit
+def hide_by_bits(scores, words, whole):
+    """Scores with −inf where a bit is not set, but for blocks that are `whole`."""
+    cube: gl.constexpr = gl.reshape(scores, [words.shape[0], words.shape[1], 16]).type.layout
+    lane = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, cube)))
+    bits = (gl.expand_dims(words.to(gl.int32), 2) >> gl.expand_dims(gl.expand_dims(lane, 0), 1)) & 1
+    seen = gl.convert_layout(gl.reshape(bits, scores.shape), scores.type.layout, assert_trivial=True) != 0
+    return gl.where(seen | whole, scores, float("-inf"))
+
+
+@gluon.jit
+def hide_united(
+    scores, key, words, key_lane, rows, tile, lists, masks, MASKED: gl.constexpr, FINE: gl.constexpr
+):  # fmt: skip
+    """Scores of a tile of united rows, with −inf where a pair is not allowed: `words` say which rows see each block, and
+    of which all of it."""
+    word = gl.expand_dims(spread(words, key_lane // lists.BLOCK), 0)
+    part = rows.place // FINE
+    seen = (word >> part) & 1 != 0
+    if MASKED:
+        seen = seen & (((word >> (part + 8)) & 1 != 0) | within(key, rows.first, rows.reach))
+    if masks.PADDING or masks.DOCUMENT_IDS:
+        seen = seen & masks.allowed(
+            key, rows.query, key, rows.first, rows.reach, 0, 0, 0, tile.sample, False, False, False
+        )  # fmt: skip
+    return gl.where(seen, scores, float("-inf"))
