@@ -47,8 +47,8 @@ def hide_by_bits(scores, words, whole):
 def hide_united(
     scores, key, words, key_lane, rows, tile, lists, masks, MASKED: gl.constexpr, FINE: gl.constexpr
 ):  # fmt: skip
-    """Scores of a tile of united rows, with −inf where a pair is not allowed: `words` say which rows see each block, and
-    of which all of it."""
+    """Scores of a tile of united rows, with −inf where a pair is not allowed: `words` say which rows see each block, or
+    all of it."""
     word = gl.expand_dims(spread(words, key_lane // lists.BLOCK), 0)
     part = rows.place // FINE
     seen = (word >> part) & 1 != 0
