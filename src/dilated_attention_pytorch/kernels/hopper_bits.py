@@ -7,16 +7,17 @@ scores, split into units of keys, and to spread the bits over them moves nothing
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from .common import key_bounds
 from .hopper_common import ROWS, spread, within
 
 
 @gluon.jit
-def bitmap_of(entry, stop, masks):
-    """What the rule of a partial block names: −1 − the number of a bitmap."""
-    rule = 0
+def rule_of(entry, stop, masks):
+    """The rule of a partial block, and what it names: −1 − the number of a bitmap."""
+    rule = stop * 0
     if masks.HAS_RULE_IDS:
         rule = gl.load(masks.rule_ids + gl.maximum(gl.minimum(entry, stop - 1), 0))
-    return gl.load(masks.rules + rule * masks.num_intervals * 5 + 4)
+    return rule, gl.load(masks.rules + rule * masks.num_intervals * 5 + 4)
 
 
 @gluon.jit
@@ -30,7 +31,23 @@ def bit_words(named, i, tile, bitmaps, lists, like, HALF: gl.constexpr):
     unit = unit + i % (lists.BLOCK // lists.STREAM) * UNITS
     at = gl.maximum(-1 - named, 0).to(gl.int64) * (lists.OWN_BLOCK * (lists.BLOCK // 16))
     inside = row * (lists.BLOCK // 16) + unit
-    return gl.load(bitmaps + at + inside, mask=(inside >= 0) & (named < 0), other=-1)
+    return gl.load(bitmaps + at + inside, mask=(inside >= 0) & (named < 0), other=-1).to(gl.int32)
+
+
+@gluon.jit
+def bounded_words(words, rule, block, i, tile, lists, masks, HALF: gl.constexpr):
+    """Words without the pairs that the bounds of a rule hide: fewer steps than to compare every pair."""
+    of_rows: gl.constexpr = gl.SliceLayout(1, words.type.layout)
+    of_units: gl.constexpr = gl.SliceLayout(0, words.type.layout)
+    row = tile.row + HALF * ROWS + gl.expand_dims(gl.arange(0, ROWS, of_rows), 1)
+    _, key = lists.part(block, i)
+    key = key + gl.expand_dims(gl.arange(0, words.shape[1], of_units), 0) * 16
+    first, last = key_bounds(
+        row, rule, 0, masks.rules, masks.documents, masks.num_intervals, masks.seq_q, masks.seq_k, masks.DOCUMENTS
+    )
+    below = gl.minimum(gl.maximum(first - key, 0), 16)
+    inside = gl.minimum(gl.maximum(last + 1 - key, 0), 16)
+    return words & ((1 << inside) - 1) & (-1 << below)
 
 
 @gluon.jit
@@ -38,7 +55,7 @@ def hide_by_bits(scores, words, whole):
     """Scores with −inf where a bit is not set, but for blocks that are `whole`."""
     cube: gl.constexpr = gl.reshape(scores, [words.shape[0], words.shape[1], 16]).type.layout
     lane = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, cube)))
-    bits = (gl.expand_dims(words.to(gl.int32), 2) >> gl.expand_dims(gl.expand_dims(lane, 0), 1)) & 1
+    bits = (gl.expand_dims(words, 2) >> gl.expand_dims(gl.expand_dims(lane, 0), 1)) & 1
     seen = gl.convert_layout(gl.reshape(bits, scores.shape), scores.type.layout, assert_trivial=True) != 0
     return gl.where(seen | whole, scores, float("-inf"))
 

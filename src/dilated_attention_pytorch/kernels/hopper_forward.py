@@ -48,7 +48,7 @@ from .common import (
     signed_distance,
 )
 from .forward import VARYING
-from .hopper_bits import bit_words, bitmap_of, hide_by_bits, hide_united
+from .hopper_bits import bit_words, bounded_words, hide_by_bits, hide_united, rule_of
 from .hopper_common import (
     BYTES,
     COMPUTE_REGS,
@@ -296,7 +296,7 @@ def _compute(
             multiplicity = gl.load(masks.rule_ids + tile.start, mask=tile.start < tile.stop, other=1)
             log_m = log_multiplicity(multiplicity, False)
         if BITMAPS:
-            named = bitmap_of(tile.start, tile.stop, masks)
+            rule, named = rule_of(tile.start, tile.stop, masks)
             words = bit_words(named, 0, tile, bitmaps, lists, no_scores, HALF)
         scores = warpgroup_mma_wait(0, deps=[pending])
         keys.release(step)
@@ -328,7 +328,7 @@ def _compute(
             if MASKED:
                 begin, end = gl.maximum(num_full, 1), num
                 if BITMAPS:
-                    named = bitmap_of(lists.entry(tile.start, begin, 0), tile.stop, masks)
+                    rule, named = rule_of(lists.entry(tile.start, begin, 0), tile.stop, masks)
                 # The same queries, by an address that does not look the same (no list ends before it starts): else
                 # ptxas reads here what it has computed before the loop over full blocks, even where there are none.
                 q = queries.buffers.index(queries.place(turn) * HALVES + HALF + (tile.start > tile.stop).to(gl.int32))
@@ -354,7 +354,8 @@ def _compute(
                 pending_acc = warpgroup_mma(operand, values.buffers.index(values.place(before)), acc, is_async=True)
                 hand_over(WHO, ALONE)
                 if BITMAPS and MASKED:
-                    named = bitmap_of(lists.entry(tile.start, i + 1, 0), tile.stop, masks)
+                    rule_here = rule
+                    rule, named = rule_of(lists.entry(tile.start, i + 1, 0), tile.stop, masks)
                 scores = warpgroup_mma_wait(1, deps=[pending_scores])
                 if mods.NEGATIVE_SCALE:
                     scores = -scores
@@ -366,6 +367,9 @@ def _compute(
                     if MASKED or HAS_CALL_MASK:
                         key = lists.tokens(block, i, key_lane)
                     scores = hide_united(scores, key, words_here, key_lane, rows, tile, lists, masks, MASKED, FINE)
+                elif BITMAPS and MASKED and not HAS_CALL_MASK:
+                    words = bounded_words(words, rule_here, block, i, tile, lists, masks, HALF)
+                    scores = hide_by_bits(scores, words, False)
                 elif MASKED or HAS_CALL_MASK:
                     # Always so; but what is behind a branch is not computed early, to be kept until it is needed.
                     if tile.start < tile.stop:
