@@ -88,7 +88,8 @@ def tile_for(lists, turn, WHO: gl.constexpr):
 
 
 @gluon.jit
-def _fetch(WHO: gl.constexpr, q, k, v, rings, lists, steps, D: gl.constexpr):
+def _fetch(WHO: gl.constexpr, KEYS: gl.constexpr, VALUES: gl.constexpr, q, k, v, rings, lists, steps, D: gl.constexpr):
+    """Queries with KEYS, VALUES, or all of it."""
     HALVES: gl.constexpr = 1 if lists.OWN_BLOCK < TILE else 2
     queries, keys, values = rings.queries, rings.keys, rings.values
     q_step, k_step, v_step = steps
@@ -98,17 +99,20 @@ def _fetch(WHO: gl.constexpr, q, k, v, rings, lists, steps, D: gl.constexpr):
     for turn in range(turns):
         # Reading lists takes as long as a block of work: the next tile and the next block are asked for in time.
         next_tile = tile_for(lists, turn + 1, WHO)
-        bar = queries.acquire(turn, HALVES * ROWS * D * BYTES)
-        for half in gl.static_range(HALVES):
-            buffer = queries.buffers.index(HALVES * queries.place(turn) + half)
-            at = [tile.sample, tile.row + half * ROWS, tile.head * D + tile.residue * q_step]
-            load_block(q, at, bar, as_block(buffer, q))
+        if KEYS:
+            bar = queries.acquire(turn, HALVES * ROWS * D * BYTES)
+            for half in gl.static_range(HALVES):
+                buffer = queries.buffers.index(HALVES * queries.place(turn) + half)
+                at = [tile.sample, tile.row + half * ROWS, tile.head * D + tile.residue * q_step]
+                load_block(q, at, bar, as_block(buffer, q))
         column = tile.head // lists.group * D
         num = gl.maximum(lists.num_parts_up(tile.stop - tile.start), 1)
         for i in range(num):
             next_block = next_to_fetch(lists, tile, next_tile, i + 1, num)
-            fetch_part(k, keys, step, lists, block, i, tile.sample, column, k_step, D)
-            fetch_part(v, values, step, lists, block, i, tile.sample, column, v_step, D)
+            if KEYS:
+                fetch_part(k, keys, step, lists, block, i, tile.sample, column, k_step, D)
+            if VALUES:
+                fetch_part(v, values, step, lists, block, i, tile.sample, column, v_step, D)
             step += 1
             block = next_block
         tile = next_tile
@@ -477,17 +481,35 @@ def forward_kernel(
     )  # fmt: skip
     mods = ScoreMods(scale, cap, slopes, seed, threshold, keep_scale, NEGATIVE_SCALE, SOFTCAP, ALIBI, DROPOUT)
     steps = q_step, k_step, v_step
+    others = rings
     if ALONE:
         others = new_rings(q.dtype, D, TILE_K, Q_STAGES, KV_STAGES, ALONE)
+    if BLOCK_K >= TILE_K and not ALONE:
         gl.warp_specialize([
             (_compute, (0, out, lse, bitmaps, rings, lists, masks, mods, D, FINE, BITMAPS)),
             (_compute, (1, out, lse, bitmaps, others, lists, masks, mods, D, FINE, BITMAPS)),
-            (_fetch, (0, q, k, v, rings, lists, steps, D)),
-            (_fetch, (1, q, k, v, others, lists, steps, D)),
+            (_fetch, (0, True, True, q, k, v, rings, lists, steps, D)),
+        ], [4, 1], [COMPUTE_REGS, FETCH_REGS])  # fmt: skip
+    elif BLOCK_K >= TILE_K:
+        gl.warp_specialize([
+            (_compute, (0, out, lse, bitmaps, rings, lists, masks, mods, D, FINE, BITMAPS)),
+            (_compute, (1, out, lse, bitmaps, others, lists, masks, mods, D, FINE, BITMAPS)),
+            (_fetch, (0, True, True, q, k, v, rings, lists, steps, D)),
+            (_fetch, (1, True, True, q, k, v, others, lists, steps, D)),
+        ], [4, 1, 1], [COMPUTE_REGS, FETCH_REGS, FETCH_REGS])  # fmt: skip
+    elif not ALONE:  # boxes are so many instructions that those of keys, or of values, are enough for a warp
+        gl.warp_specialize([
+            (_compute, (0, out, lse, bitmaps, rings, lists, masks, mods, D, FINE, BITMAPS)),
+            (_compute, (1, out, lse, bitmaps, others, lists, masks, mods, D, FINE, BITMAPS)),
+            (_fetch, (0, True, False, q, k, v, rings, lists, steps, D)),
+            (_fetch, (0, False, True, q, k, v, rings, lists, steps, D)),
         ], [4, 1, 1], [COMPUTE_REGS, FETCH_REGS, FETCH_REGS])  # fmt: skip
     else:
         gl.warp_specialize([
             (_compute, (0, out, lse, bitmaps, rings, lists, masks, mods, D, FINE, BITMAPS)),
-            (_compute, (1, out, lse, bitmaps, rings, lists, masks, mods, D, FINE, BITMAPS)),
-            (_fetch, (0, q, k, v, rings, lists, steps, D)),
-        ], [4, 1], [COMPUTE_REGS, FETCH_REGS])  # fmt: skip
+            (_compute, (1, out, lse, bitmaps, others, lists, masks, mods, D, FINE, BITMAPS)),
+            (_fetch, (0, True, False, q, k, v, rings, lists, steps, D)),
+            (_fetch, (0, False, True, q, k, v, rings, lists, steps, D)),
+            (_fetch, (1, True, False, q, k, v, others, lists, steps, D)),
+            (_fetch, (1, False, True, q, k, v, others, lists, steps, D)),
+        ], [4, 1, 1, 1, 1], [COMPUTE_REGS, FETCH_REGS, FETCH_REGS, FETCH_REGS, FETCH_REGS])  # fmt: skip
