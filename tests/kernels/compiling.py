@@ -44,6 +44,7 @@ from dilated_attention_pytorch.kernels import (
     padding,
     select_lists,
     select_masses,
+    united,
 )
 from dilated_attention_pytorch.layout import layout_of_branches
 from dilated_attention_pytorch.layout.rows import rows_of_capacity
@@ -76,6 +77,7 @@ def recorded(capability):
             (hopper_forward, ("forward_kernel",)),
             (hopper_backward, ("backward_kernel",)),
             (padding, ("key_bits_kernel", "padded_lists_kernel")),
+            (united, ("mark_kernel", "unite_kernel")),
             (decode, ("decode_kernel", "merge_kernel")),
             (select_masses, ("pool_kernel", "masses_kernel")),
             (select_lists, ("teams_kernel", "digits_kernel", "counts_kernel", "offsets_kernel", "lists_kernel")),
@@ -154,6 +156,20 @@ HOPPER_CALLS = {
     "narrow keys": {"head_dim": 64, "dtype": torch.bfloat16, "block": (128, 64)},
     "small heads": {"head_dim": 32, "dtype": torch.bfloat16},
     "odd heads, narrow values": {"head_dim": 80, "head_dim_v": 40, "dtype": torch.bfloat16},
+    "gathered keys": {"head_dim": 128, "dtype": torch.bfloat16, "block": (128, 16)},
+    "gathered keys, masks": {"head_dim": 64, "dtype": torch.bfloat16, "block": (128, 32), "masks": True},
+    "gathered keys, dropped": {
+        "head_dim": 128,
+        "dtype": torch.float16,
+        "block": (128, 64),
+        "shaped": True,
+        "dropout_p": 0.1,
+    },
+    "rows of their own": {"head_dim": 128, "dtype": torch.bfloat16, "block": 64},
+    "rows of their own, gathered keys": {"head_dim": 64, "dtype": torch.bfloat16, "block": (64, 16), "shaped": True},
+    "united rows": {"head_dim": 128, "dtype": torch.bfloat16, "block": 16, "many": True},
+    "united rows, shaped": {"head_dim": 64, "dtype": torch.bfloat16, "block": (32, 64), "shaped": True, "many": True},
+    "bitmaps of their own": {"head_dim": 64, "dtype": torch.bfloat16, "block": 64, "bitmaps": True},
     "masks": {"head_dim": 64, "dtype": torch.bfloat16, "masks": True},
     "shaped": {"head_dim": 64, "dtype": torch.bfloat16, "shaped": True},
     "dropped": {"head_dim": 64, "dtype": torch.bfloat16, "shaped": True, "dropout_p": 0.6},
@@ -176,7 +192,7 @@ def every_bias(heads, seq, shared):
 
 def launches_of(
     capability, *, head_dim, dtype, head_dim_v=None, block=128, heads_kv=2, everything=False, masks=False, shaped=False,
-    dropout_p=0.0, segments=None, bitmaps=False, biased=False, deterministic=True,
+    dropout_p=0.0, segments=None, bitmaps=False, biased=False, deterministic=True, many=False,
 ):  # fmt: skip
     """What forward and backward of a call launch."""
     seq, heads = 512, 4
@@ -207,7 +223,8 @@ def launches_of(
     widths = head_dim, head_dim if head_dim_v is None else head_dim_v
     q, do = (torch.empty(1, seq, heads, width, dtype=dtype) for width in widths)
     k, v = (torch.empty(1, seq, heads_kv, width, dtype=dtype) for width in widths)
-    with recorded(capability) as launches:
+    least = 0 if many else united.LEAST_WORK  # as if there were many blocks
+    with recorded(capability) as launches, patch.object(united, "LEAST_WORK", least):
         out, lse = backend.forward(q, k, v, layout, extras)
         backend.backward(do, torch.zeros_like(lse), q, k, v, out, lse, layout, extras, wanted)
     if (everything or dtype == torch.float32) and not biased:  # decoding too, of which there is less

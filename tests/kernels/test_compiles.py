@@ -31,6 +31,7 @@ COVERING = {
 LAUNCHES = {
     "everything": 6 + 4, "fused, everything": 6 + 3, "single precision": 6, "mean": 2 + 13,
     "biased, small blocks": 3 + 4 + 4, "masks": 4 + 4,
+    "gathered keys, masks": 4 + 4, "united rows": 7, "united rows, shaped": 7,
 }  # fmt: skip
 
 
@@ -97,6 +98,23 @@ def test_an_address_of_a_loop_that_may_not_be_entered_is_seen():
     assert unwritten(LOOPS.format(2)) == []
 
 
+COPIES = """
+        /*0000*/  ULDC UR4, c[0x0][0x210] ;
+        /*0010*/  MOV R2, UR5 ;
+        /*0020*/  MOV R3, UR4 ;
+        /*0030*/  UMOV UR5, URZ ;
+        /*0040*/  R2UR UR6, R2 ;
+        /*0050*/  R2UR UR7, R3 ;
+        /*0060*/  FFMA R24, R24, UR{}, R14 ;
+        /*0070*/  EXIT ;
+"""
+
+
+def test_a_copy_is_as_unwritten_as_what_it_is_of():
+    assert unwritten(COPIES.format(6)) == ["FFMA R24, R24, UR6, R14"]
+    assert unwritten(COPIES.format(7)) == []
+
+
 TABLE = """
         /*0000*/  BRX R2 -0x10 ;
         /*0010*/  @!P0 BRA 0x10 ;
@@ -110,6 +128,7 @@ TABLE = """
 def test_what_a_table_leads_to_is_looked_at_and_what_nothing_leads_to_is_named():
     assert unwritten(TABLE) == ["FFMA R24, R24, UR8, R14"]
     assert unwritten(TABLE.replace("UR8", "R8")) == []
+    assert unwritten(TABLE.replace("UR8", "R8").replace("BRX R2", "BRXU UR63")) == []
     assert unwritten(TABLE.replace("UR8", "R8").replace("BRX R2 -0x10", "EXIT")) == ["FFMA R24, R24, R8, R14", "EXIT"]
     assert unwritten(TABLE.replace("FFMA R24, R24, UR8, R14", "UISETP.GE.AND UP0, UPT, UR8, URZ, UPT")) != []
 

@@ -26,6 +26,8 @@ class Configs(NamedTuple):
 
 # The warp-specialised kernels, by the width of their boxes: keys a tile, query tiles and key tiles in flight;
 HOPPER_FORWARD = {32: (128, 2, 3), 64: (128, 2, 3), 128: (128, 2, 2), 256: (64, 1, 2)}
+# the same where each warpgroup has blocks of 64 queries, and buffers, of its own;
+HOPPER_FORWARD_ALONE = {32: (128, 2, 3), 64: (128, 2, 3), 128: (64, 2, 2)}
 # rows of a streamed tile, and how many are in flight.
 HOPPER_BACKWARD = {32: (128, 2), 64: (128, 2), 128: (64, 3)}
 # The same where dk, dv and dq come of one kernel.
@@ -75,6 +77,11 @@ FEW_ROWS = Configs(Config(32, 32, 1, 4), Config(32, 32, 1, 2), Config(32, 32, 1,
 def padded_dim(head_dim: int) -> int:
     """What a head is filled up to in a kernel: a power of two, as large as the matrix units ask for."""
     return max(16, 1 << (head_dim - 1).bit_length())
+
+
+def forward_tiles(block_q: int) -> dict[int, tuple[int, int, int]]:
+    """Those of the warp-specialised forward for blocks of so many queries."""
+    return HOPPER_FORWARD_ALONE if block_q < 128 else HOPPER_FORWARD
 
 
 def box_width(head_dim: int) -> int:

@@ -61,6 +61,7 @@ else:
 BYTES = gl.constexpr(2)  # of a number
 ROWS = gl.constexpr(64)  # of a warpgroup
 TILE = gl.constexpr(2 * ROWS.value)
+ONE_WARP = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))  # of the fetching warp: a number for each lane
 COMPUTE_REGS, FETCH_REGS = gl.constexpr(240), gl.constexpr(24)  # of a thread
 
 VARYING_STEPS = (
@@ -146,6 +147,20 @@ def retyped(buffer, descriptor):
 
 
 @gluon.jit
+def as_blocks(buffer, descriptor):
+    """A buffer [rows, D] as [1, rows, 1, 1, D], of which a slice of rows has the shape of a descriptor's box."""
+    if RENAMED:
+        blocks = buffer.reinterpret(
+            descriptor.dtype, [1, buffer.shape[0], 1, 1, buffer.shape[1]], descriptor.layout
+        )  # fmt: skip
+    else:
+        blocks = buffer._reinterpret(
+            descriptor.dtype, [1, buffer.shape[0], 1, 1, buffer.shape[1]], descriptor.layout
+        )  # fmt: skip
+    return blocks
+
+
+@gluon.jit
 def as_row(buffer):
     """A buffer [1, n] as [n]."""
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -189,6 +204,16 @@ def within(x, first, reach):
     return (x - first).to(gl.uint32) <= reach.to(gl.uint32)
 
 
+@gluon.jit
+def spread(numbers, place):
+    """The number of a tuple at the place of each lane. Where a lane's place is known when this is compiled, it costs
+    nothing."""
+    found = place * 0 + numbers[0]
+    for i in gl.static_range(1, len(numbers)):
+        found = gl.where(place == i, numbers[i], found)
+    return found
+
+
 def aggregate(cls):
     """Gluon's aggregate, constructed from its fields in order (Triton 3.6 makes no constructor)."""
 
@@ -215,9 +240,9 @@ class Ring:
         return step % self.NUM_STAGES
 
     @gluon.jit
-    def init(self, place, PRODUCERS: gl.constexpr = 1):
+    def init(self, place, PRODUCERS: gl.constexpr = 1, CONSUMERS: gl.constexpr = 2):
         mbarrier.init(self.ready.index(place), count=PRODUCERS)
-        mbarrier.init(self.empty.index(place), count=2)
+        mbarrier.init(self.empty.index(place), count=CONSUMERS)
 
     @gluon.jit
     def acquire(self, step, NUM_BYTES: gl.constexpr):
@@ -303,6 +328,22 @@ class Lists:
         return Tile(sample, head, residue, row, block, start, split, stop, masked_from)
 
     @gluon.jit
+    def tile_alone(self, turn, who):
+        """The tile of one warpgroup, where blocks have half the rows of a tile: each of the two walks its own list.
+
+        The two of a turn are neighbours in the order of work, so about equally long. Where the last one has no
+        neighbour, both do the same.
+        """
+        place, head_id = scheduled_tile(turn, self.schedule)
+        sample, head = head_id // self.heads, head_id % self.heads
+        rows_before = self.list_of(sample, head) * self.num_blocks
+        at = rows_before + gl.minimum(2 * place + who, self.num_blocks - 1)
+        block, start, split, stop = load_work(self.work, at, self.PADDED)
+        masked_from = load_masked_from(self.work, at, split, self.PADDED)
+        residue, row = split_residue(block, self.num_blocks // self.num_residues, self.DILATED)
+        return Tile(sample, head, residue, row * self.OWN_BLOCK, block, start, split, stop, masked_from)
+
+    @gluon.jit
     def list_of(self, sample, head):
         return list_of(sample, head, self.lists_per_sample, self.heads_per_list)
 
@@ -319,18 +360,97 @@ class Lists:
     @gluon.jit
     def tokens(self, block, i, lane):
         """The tokens of that part, as a row."""
-        residue, first = self.part(block, i)
-        return gl.expand_dims(self.token(first + lane, residue), 0)
+        if self.BLOCK < self.STREAM:
+            token = spread(block, lane // self.BLOCK) * self.BLOCK + lane % self.BLOCK
+        else:
+            residue, first = self.part(block, i)
+            token = self.token(first + lane, residue)
+        return gl.expand_dims(token, 0)
+
+    @gluon.jit
+    def num_parts(self, entries):
+        """How many whole tiles so many entries of a list are."""
+        if self.BLOCK < self.STREAM:
+            num = entries // (self.STREAM // self.BLOCK)
+        else:
+            num = entries * (self.BLOCK // self.STREAM)
+        return num
+
+    @gluon.jit
+    def num_parts_up(self, entries):
+        """The same with the one that entries do not fill."""
+        if self.BLOCK < self.STREAM:
+            entries += self.STREAM // self.BLOCK - 1
+        return self.num_parts(entries)
+
+    @gluon.jit
+    def entry(self, start, i, lane):
+        """The entry of part `i` of a list from `start` on. Where a part gathers several blocks, those of its lanes, as
+        a row; some may lie behind the end of the list."""
+        if self.BLOCK < self.STREAM:
+            entry = gl.expand_dims(start + i * (self.STREAM // self.BLOCK) + lane // self.BLOCK, 0)
+        else:
+            entry = start + i // (self.BLOCK // self.STREAM)
+        return entry
+
+    @gluon.jit
+    def ends_behind(self, start, i, entry):
+        """Whether part `i` of a list from `start` on has that entry, or one behind it."""
+        if self.BLOCK < self.STREAM:
+            behind = start + (i + 1) * (self.STREAM // self.BLOCK) > entry
+        else:
+            behind = start + i // (self.BLOCK // self.STREAM) >= entry
+        return behind
+
+    @gluon.jit
+    def boxes(self, start, stop, i, place):
+        """The blocks at places of part `i`, which gathers several.
+
+        Behind the end of a list stands its last block again: nothing is multiplied by the zero weights of keys that are
+        not there but what the tile multiplies anyway.
+        """
+        entry = gl.minimum(start + i * (self.STREAM // self.BLOCK) + place, stop - 1)
+        return gl.load(self.indices + entry, mask=entry >= start, other=0)
+
+    @gluon.jit
+    def blocks_of(self, start, stop, i, MAY_BE_EMPTY: gl.constexpr):
+        """The block of part `i` of a list, or the tuple of those that it gathers."""
+        if self.BLOCK < self.STREAM:
+            blocks = (self.boxes(start, stop, i, 0),)
+            for place in gl.static_range(1, self.STREAM // self.BLOCK):
+                blocks = blocks + (self.boxes(start, stop, i, place),)  # noqa: RUF005
+        elif MAY_BE_EMPTY:
+            blocks = gl.load(self.indices + self.entry(start, i, 0), mask=start < stop, other=0)
+        else:
+            blocks = gl.load(self.indices + self.entry(start, i, 0))
+        return blocks
+
+    @gluon.jit
+    def words_of(self, words, start, stop, i):
+        """The same of `United.words`, 0 behind the end of a list: no row sees that."""
+        entry = self.entry(start, i, 0) if self.BLOCK >= self.STREAM else start + i * (self.STREAM // self.BLOCK)
+        found = (gl.load(words + entry, mask=entry < stop, other=0),)
+        for place in gl.static_range(1, self.STREAM // self.BLOCK):
+            more = gl.load(words + entry + place, mask=entry + place < stop, other=0)
+            found = found + (more,)  # noqa: RUF005
+        return found
 
 
 @gluon.jit
 def real_keys(bits, tile, block, i, lane, lists):
-    """Which keys of part `i` of a list, which lies in `block`, are no padding, as a row; `lane` numbers the keys."""
-    words = words_of(bits, tile.sample, block, lists.walked * lists.num_residues, lists.BLOCK)
-    words += i % (lists.BLOCK // lists.STREAM) * (lists.STREAM // UNIT)
-    by_word = gl.reshape(lane, [lists.STREAM // UNIT, UNIT])
-    LAYOUT: gl.constexpr = by_word.type.layout
-    word = gl.load(words + gl.arange(0, lists.STREAM // UNIT, gl.SliceLayout(1, LAYOUT))).to(gl.int32)
+    """Which keys of part `i` of a list, which lies in `block` or gathers these, are no padding, as a row; `lane`
+    numbers the keys."""
+    UNITS: gl.constexpr = lists.STREAM // UNIT
+    LAYOUT: gl.constexpr = gl.reshape(lane, [UNITS, UNIT]).type.layout
+    unit = gl.arange(0, UNITS, gl.SliceLayout(1, LAYOUT))
+    num_blocks = lists.walked * lists.num_residues
+    if lists.BLOCK < lists.STREAM:
+        first = words_of(bits, tile.sample, 0, num_blocks, lists.BLOCK)
+        own = spread(block, unit // (lists.BLOCK // UNIT)) * (1 + lists.BLOCK // UNIT)
+        word = gl.load(first + (own + unit % (lists.BLOCK // UNIT))).to(gl.int32)
+    else:
+        first = words_of(bits, tile.sample, block, num_blocks, lists.BLOCK)
+        word = gl.load(first + (i % (lists.BLOCK // lists.STREAM) * UNITS + unit)).to(gl.int32)
     bit = gl.expand_dims(gl.arange(0, UNIT, gl.SliceLayout(0, LAYOUT)), 0)
     # A thread's keys differ in bits 0 and 3 of their numbers: it shifts a word once, and knows where to look.
     real = (gl.expand_dims(word, 1) >> (bit & 6)) & (1 << (bit & 9))

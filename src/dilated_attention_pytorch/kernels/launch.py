@@ -18,7 +18,8 @@ from ..caches import cached
 from ..layout import BlockLayout
 from ..layout.lists import neighbourhood
 from ..options import CallOptions
-from . import launcher, padding
+from ..patterns.blocks import ceil_div
+from . import launcher, padding, united
 from .backward import dkv_kernel, dq_kernel, round_kernel, rows_kernel
 from .bias_arguments import BiasArguments, BiasSums, NoSums
 from .common import cap_kind
@@ -26,19 +27,20 @@ from .configs import (
     FEW_ROWS,
     HOPPER_BACKWARD,
     HOPPER_DKV_NARROW,
-    HOPPER_FORWARD,
     HOPPER_FUSED,
     Config,
     Configs,
     box_width,
     configs,
     for_rows,
+    forward_tiles,
     padded_dim,
     sums_width,
 )
 from .forward import forward_kernel
 from .padding import PaddedLists
 from .tile_scheduler import TileSchedule, tile_schedules
+from .united import LARGE_BLOCK
 
 INTERPRETED = triton.knobs.runtime.interpret
 try:
@@ -53,6 +55,7 @@ EXPERIMENT = {"AHEAD": True, "HELD": False, "DS_STAGES": 2}
 Grads = tuple[Tensor, Tensor, Tensor]
 # To hash every pair takes longer than all products of small heads, and the plain kernel has more warps for it.
 SMALL_HEAD = 64
+WORK = 2  # where the order of work stands among lists by query
 # lse and delta of every row, in units of the kernels and up to whole blocks: both together, then each. Behind them the
 # sums of dq, where one kernel computes all gradients.
 Rows = tuple[Tensor, ...]
@@ -197,12 +200,21 @@ class Call:
         self.plain_flags = self.flags | {"BITMAPS": int(len(layout.bitmaps) > 0), "BIAS": self.bias.flags["BIAS"]}
 
     def forward(self) -> tuple[Tensor, Tensor]:
-        q, k, v = self.q, self.k, self.v
+        q, k, v, layout = self.q, self.k, self.v, self.layout
         out, lse = results(q, v)
         hashes = self.flags["DROPOUT"] and self.head_dim <= SMALL_HEAD
-        if not hashes and self._on_hopper(HOPPER_FORWARD, self.layout.block_q, self.layout.block_k, q, k, v, out):
-            self._hopper_forward(out, lse)
+        own, block = layout.blocks
+        if not hashes and self._on_hopper(forward_tiles(own), own, block, q, k, v, out, gathers=True):
+            by_query = self._by_query(self.key_bits)
+            self._hopper_forward(out, lse, own, by_query, self.lists.lists_per_sample)
             return out, lse
+        by_query = self._by_query(self.padding)
+        if not hashes and self._unites(out):
+            rows = layout._derive("united", partial(united.united_rows, layout))
+            of_lists = [rows.indices, rows.words, rows.work, layout.rules, layout.documents, layout.branches]
+            of_keys = self.unused if self.key_bits is None else self.key_bits
+            self._hopper_forward(out, lse, LARGE_BLOCK, [*of_lists, of_keys, *self.masks], self.lists_per_sample)
+            by_query[WORK] = self.lists.work_of(rows.own_work, layout.num_q_blocks)  # only one of the two has rows
         tiles, owned, config = self._query_tiles(self.configs.forward)
         grid = (tiles * self.batch * (self.heads // owned["PACK"]),)
         if self._has_few_rows(owned["TILE_Q"] * owned["PACK"], config.tile_q):
@@ -210,7 +222,7 @@ class Call:
         tma, (keys, values) = self._walked(config.tile_k, self.layout.block_k, k, v)
         self._launch(
             forward_kernel, grid,
-            (q, keys, values, out, lse, *self._by_query(self.padding), self.slopes, self.layout.bitmaps,
+            (q, keys, values, out, lse, *by_query, self.slopes, self.layout.bitmaps,
              *self.bias.tensors),
             (*_strides(q, k, v), *self.sizes, self.layout.num_q_blocks, self.lists.lists_per_sample, *self.list_sizes,
              self.exp_scale, self.cap, *self.dropout, *self.bias.numbers),
@@ -313,24 +325,42 @@ class Call:
                 **self._launch_options(config),
             )  # fmt: skip
 
-    def _on_hopper(self, tiles: Iterable[int], own_block: int, block: int, *tensors: Tensor) -> bool:
-        plain = self.bias.flags["BIAS"] or _plain_reason(self.hopper, tiles, self.layout, own_block, block, tensors)
+    def _on_hopper(
+        self, tiles: Iterable[int], own_block: int, block: int, *tensors: Tensor, gathers: bool = False
+    ) -> bool:
+        plain = self.bias.flags["BIAS"] or _plain_reason(
+            self.hopper, tiles, self.layout, own_block, block, tensors, gathers
+        )
         return not plain
 
-    def _hopper_forward(self, out: Tensor, lse: Tensor) -> None:
+    def _unites(self, out: Tensor) -> bool:
+        """Whether the rows of small blocks are united for the kernel for Hopper, where that turns out to pay."""
+        tiles, inputs = forward_tiles(LARGE_BLOCK), (self.q, self.k, self.v)
+        gathers = self._on_hopper(tiles, LARGE_BLOCK, self.layout.block_k, *inputs, out, gathers=True)
+        return gathers and not united.reason_not_to(self.layout, self.heads * self.batch, self.head_dim)
+
+    def _hopper_forward(
+        self, out: Tensor, lse: Tensor, block_q: int, by_query: list[Tensor], lists_per_sample: int
+    ) -> None:
+        """Of the layout's rows of blocks, or of those that unite several."""
         layout = self.layout
-        tile_k, q_stages, kv_stages = HOPPER_FORWARD[max(self.boxes)]
-        tile_k = min(tile_k, layout.block_k)
+        num_blocks, fine = layout.num_q_blocks, 0
+        if block_q > layout.block_q:
+            num_blocks, fine = ceil_div(layout.seq_q, block_q), layout.block_q
+        tile_k, q_stages, kv_stages = forward_tiles(block_q)[max(self.boxes)]
+        if layout.dilated or len(layout.bitmaps):  # each block has its own multiplicity, or words
+            tile_k = min(tile_k, layout.block_k)
+        rows = min(tile_k, layout.block_k)  # a tile is part of a block or gathers several
         (box, box_v), tensors = self.boxes, (self.q, self.k, self.v, out)
-        described = self._described(tensors, (64, tile_k, tile_k, 64), (box, box, box_v, box_v))
-        for programs, schedule in self._schedules(layout.num_q_blocks, layout.block_q // 128, self.heads):
+        described = self._described(tensors, (64, rows, rows, 64), (box, box, box_v, box_v))
+        for programs, schedule in self._schedules(num_blocks, block_q / 128, self.heads):
             self._launch(
                 hopper_forward.forward_kernel, (programs,),
-                (*described, lse, *self._by_query(self.key_bits), self.slopes),
-                (*self.sizes, layout.num_q_blocks, self.lists.lists_per_sample, *self.list_sizes, *schedule,
+                (*described, lse, *by_query, self.slopes, layout.bitmaps),
+                (*self.sizes, num_blocks, lists_per_sample, *self.list_sizes, *schedule,
                  layout.num_k_blocks // layout.num_residues, self.exp_scale, self.cap, *self.dropout),
-                **self._hopper_flags(box), TILE_K=tile_k, Q_STAGES=q_stages, KV_STAGES=kv_stages,
-                num_warps=4, maxnreg=168,
+                **{**self._hopper_flags(box), "BLOCK_Q": block_q}, FINE=fine, TILE_K=tile_k, Q_STAGES=q_stages,
+                BITMAPS=bool(len(layout.bitmaps)), KV_STAGES=kv_stages, num_warps=4, maxnreg=168,
             )  # fmt: skip
 
     def _hopper_backward(
@@ -373,10 +403,11 @@ class Call:
                 SUMS=kind, **EXPERIMENT, num_warps=4, maxnreg=168,
             )  # fmt: skip
 
-    def _schedules(self, rows: int, tiles: int, heads: int) -> tuple[tuple[int, TileSchedule], ...]:
-        """Of rows of so many tiles each."""
+    def _schedules(self, rows: int, tiles: float, heads: int) -> tuple[tuple[int, TileSchedule], ...]:
+        """Of rows of so many tiles each, or of half a tile: two of them are one."""
         near = neighbourhood(self.layout.num_residues)
-        return tile_schedules(rows * tiles, near * tiles, heads * self.batch, num_processors(self.q.device))
+        per_head, near = math.ceil(rows * tiles), math.ceil(near * tiles)
+        return tile_schedules(per_head, near, heads * self.batch, num_processors(self.q.device))
 
     def _described(self, tensors: Sequence[Tensor], rows: Sequence[int], boxes: Sequence[int]) -> list[Any]:
         """For the Hopper kernels' copies of so many rows, in boxes of these widths."""
@@ -436,33 +467,40 @@ def kernels_of(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, options: Ca
     """Which kernels a call and its gradient run on, and why. Asks what a launch asks, and launches nothing."""
     _, hopper, _ = _device(q.device, padded_dim(max(q.shape[3], v.shape[3])), q.dtype.itemsize)
 
-    def plain_reason(tiles: Iterable[int], own_block: int, block: int) -> str | None:
+    def plain_reason(tiles: Iterable[int], own_block: int, block: int, gathers: bool = False) -> str | None:
         if options.bias is not None and not options.bias.is_alibi:
             return "the others add no bias but a slope for each head"
-        return _plain_reason(hopper, tiles, layout, own_block, block, (q, k, v))
+        return _plain_reason(hopper, tiles, layout, own_block, block, (q, k, v), gathers)
 
-    reasons = {"forward": plain_reason(HOPPER_FORWARD, layout.block_q, layout.block_k)}
-    reasons["backward, dk and dv"] = plain_reason(HOPPER_BACKWARD, layout.block_k, layout.block_q)
-    reasons["backward, dq"] = plain_reason(HOPPER_BACKWARD, layout.block_q, layout.block_k)
+    own, block = layout.blocks
+    reasons = {"forward": plain_reason(forward_tiles(own), own, block, gathers=True)}
+    reasons["backward, dk and dv"] = plain_reason(HOPPER_BACKWARD, block, own)
+    reasons["backward, dq"] = plain_reason(HOPPER_BACKWARD, own, block)
     if options.learned():
         reasons["backward, dq"] = reasons["backward, dq"] or "it sums the gradient of the bias"
+    kinds = dict.fromkeys(reasons, "warp-specialised, for Hopper")
+    if reasons["forward"] and not plain_reason(forward_tiles(LARGE_BLOCK), LARGE_BLOCK, block, gathers=True):
+        reasons["forward"] = united.reason_not_to(layout, q.shape[0] * q.shape[2], q.shape[3]) and reasons["forward"]
+        kinds["forward"] += ", over united rows of blocks, or plain Triton where these have little in common"
     if options.dropout_p > 0 and q.shape[3] <= SMALL_HEAD:
         reasons["forward"] = reasons["forward"] or "it is faster for dropout with small heads"
-    of_hopper = "warp-specialised, for Hopper"
-    named = {part: f"plain Triton: {reason}" if reason else of_hopper for part, reason in reasons.items()}
+    named = {part: f"plain Triton: {reason}" if reason else kinds[part] for part, reason in reasons.items()}
     if reasons["backward, dk and dv"] is None and not options.learned():
         if options.deterministic:
             named["backward, dk and dv"] += ": dq apart, for the same bits each time (deterministic=True)"
         else:
             del named["backward, dk and dv"], named["backward, dq"]
-            named["backward"] = f"{of_hopper}: one kernel, which adds up dq in any order (deterministic=False)"
+            fused = "one kernel, which adds up dq in any order (deterministic=False)"
+            named["backward"] = f"warp-specialised, for Hopper: {fused}"
     return named
 
 
 def _plain_reason(
-    hopper: bool, tiles: Iterable[int], layout: BlockLayout, own_block: int, block: int, tensors: Sequence[Tensor]
-) -> str | None:
-    """Why a plain kernel runs instead of a warp-specialised one that owns blocks of one size and walks the other.
+    hopper: bool, tiles: Iterable[int], layout: BlockLayout, own_block: int, block: int, tensors: Sequence[Tensor],
+    gathers: bool,
+) -> str | None:  # fmt: skip
+    """Why a plain kernel runs instead of a warp-specialised one that owns blocks of one size and walks the other, which
+    it `gathers` where they are smaller than a tile.
 
     Args:
         tiles: the widths of boxes that it has tiles for.
@@ -475,10 +513,14 @@ def _plain_reason(
         return "the copy engine takes heads whose width is a multiple of 8"
     if num_ranges(layout) > 1:
         return "the others know one range of keys a query, such as documents"
-    if len(layout.bitmaps):
-        return "the others read no bitmaps"
-    if own_block % 128 or block % 64:
-        return "the others own blocks of 128 and walk blocks of 64"
+    if len(layout.bitmaps) and (not gathers or block % 64 or layout.rules.shape[1] > 1):
+        return "the others read no bitmaps" + ", but those of key blocks of 64 that alone are a rule" * gathers
+    if own_block % (64 if gathers else 128):
+        return f"the others own blocks of {64 if gathers else 128}"
+    if block % 64 and not gathers:
+        return "the others walk blocks of 64"
+    if block % 64 and layout.dilated:
+        return "the others walk blocks of 64 where a key may count several times"
     # The copy engine reaches the tokens of a residue class where all classes are equally long.
     if layout.seq_q % layout.num_residues or layout.seq_k % layout.num_residues:
         return "the dilation rates do not divide the sequence"

@@ -40,6 +40,14 @@ class PaddedLists(NamedTuple):
     branches: Tensor
     lists_per_sample: int
 
+    def work_of(self, own_work: Tensor, num_rows: int) -> Tensor:
+        """`work`, of which no row exists where none of `United.own_work` does."""
+        if self.work.shape[1] == own_work.shape[1]:
+            return own_work
+        work = self.work.clone()
+        work[:, 0].masked_fill_(own_work[0, 0] >= num_rows, num_rows)
+        return work
+
 
 def key_bits(launch: Callable[..., None], padding: Tensor, layout: BlockLayout) -> Tensor:
     """int16 [batch, key blocks, 1 + block / 16]: a block's state, and a bit for each key, 1 where it is real.
