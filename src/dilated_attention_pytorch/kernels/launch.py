@@ -205,13 +205,14 @@ class Call:
             self._hopper_forward(out, lse, self.layout.block_q, self._by_query())
             return out, lse
         by_query = self._by_query()
+        tiles, owned, config = self._query_tiles(self.configs.forward)
+        own_rows = owned["TILE_Q"] * owned["PACK"]
         if not hashes and self._unites(out):
-            rows = self.layout._derive("united", partial(united.united_rows, self.layout))
+            rows = self.layout._derive(f"united, {own_rows}", partial(united.united_rows, self.layout, own_rows))
             self._hopper_forward(out, lse, LARGE_BLOCK, [rows.indices, rows.words, rows.work])
             by_query[-1] = rows.own_work  # only one of the two has rows
-        tiles, owned, config = self._query_tiles(self.configs.forward)
         grid = (tiles * self.batch * (self.heads // owned["PACK"]),)
-        if self._has_few_rows(owned["TILE_Q"] * owned["PACK"], config.tile_q):
+        if self._has_few_rows(own_rows, config.tile_q):
             config = FEW_ROWS.forward
         tma, (keys, values) = self._walked(config.tile_k, self.layout.block_k, k, v)
         self._launch(
