@@ -51,8 +51,8 @@ def expected(layout, group):
 def test_united_lists_are_those_of_the_layout(name, large):
     layout = LAYOUTS[name]()
     group = large // layout.block_q
-    with patch.dict(united.WORTH, {layout.block_q: 1e9}), patch.object(united, "SLAB", 2 * layout.num_k_blocks * group):
-        rows = united.united_rows(layout, large)
+    with patch.dict(united.WORTH, {16: 1e9}), patch.object(united, "SLAB", 2 * layout.num_k_blocks * group):
+        rows = united.united_rows(layout, 16, large)
     wanted = expected(layout, group)
     num_large, words = ceil_div(layout.num_q_blocks, group), rows.words.tolist()
     blocks, got = rows.indices.tolist(), {}
@@ -71,7 +71,7 @@ def test_rows_are_united_where_it_pays():
     """Equal rows are; rows with nothing in common are not, and the layout's own order of work is taken."""
     for mask, pays in ((torch.ones(8, 8), True), (torch.eye(8), False)):
         layout = BlockLayout.from_block_mask(mask.bool(), 16)
-        rows = united.united_rows(layout, 128)
+        rows = united.united_rows(layout, 16, 128)
         assert ((rows.work[:, 0] == 0) & pays | (rows.work[:, 0] == 1) & (not pays)).all()
         assert torch.equal(rows.own_work, layout.query_work) != pays
 

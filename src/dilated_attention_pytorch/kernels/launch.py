@@ -209,15 +209,16 @@ class Call:
             self._hopper_forward(out, lse, own, by_query, self.lists.lists_per_sample)
             return out, lse
         by_query = self._by_query(self.padding)
+        tiles, owned, config = self._query_tiles(self.configs.forward)
+        own_rows = owned["TILE_Q"] * owned["PACK"]
         if not hashes and self._unites(out):
-            rows = layout._derive("united", partial(united.united_rows, layout))
+            rows = layout._derive(f"united, {own_rows}", partial(united.united_rows, layout, own_rows))
             of_lists = [rows.indices, rows.words, rows.work, layout.rules, layout.documents, layout.branches]
             of_keys = self.unused if self.key_bits is None else self.key_bits
             self._hopper_forward(out, lse, LARGE_BLOCK, [*of_lists, of_keys, *self.masks], self.lists_per_sample)
             by_query[WORK] = self.lists.work_of(rows.own_work, layout.num_q_blocks)  # only one of the two has rows
-        tiles, owned, config = self._query_tiles(self.configs.forward)
         grid = (tiles * self.batch * (self.heads // owned["PACK"]),)
-        if self._has_few_rows(owned["TILE_Q"] * owned["PACK"], config.tile_q):
+        if self._has_few_rows(own_rows, config.tile_q):
             config = FEW_ROWS.forward
         tma, (keys, values) = self._walked(config.tile_k, self.layout.block_k, k, v)
         self._launch(

@@ -8,7 +8,7 @@ layout keeps its meaning; this is another way to walk it.
     unite_kernel    the lists of large rows: first the key blocks of which no row needs the layout's rule, then the rest
 
 A united list is as long as its rows have little in common, so it is counted, on the device, whether it pays
-(`worth_uniting`). Nothing waits for the count: both kernels are launched, and the one that shall not run finds a `work`
+(`WORTH`). Nothing waits for the count: both kernels are launched, and the one that shall not run finds a `work`
 of rows that do not exist.
 """
 
@@ -28,9 +28,10 @@ from ..patterns.blocks import ceil_div
 SLAB = 1 << 24  # bytes of marks at a time: they stay in the L2 cache
 CHUNK = 256  # entries, or key blocks, that a program looks at together
 LARGE_BLOCK = 64  # queries of the blocks that unite rows
-# How many times as many pairs the large tiles may compute and be as fast, by the rows of a small tile. A tile of 16
-# rows takes about as long as one of 64; measured on an H200.
-WORTH = {16: 5.0, 32: 3.0}
+SMALL_BLOCKS = (16, 32)  # of which rows are united
+# How many times as many pairs the large tiles may compute and be as fast, by the rows of a plain tile, of all heads that
+# it packs: a plain tile of 16 rows takes about as long as one of 64. Measured on an H200.
+WORTH = {16: 5.0, 32: 2.7, 64: 1.5, 128: 1.2}
 LEAST_WORK = 2e10  # FLOPs of a call: to unite rows takes as long as the plain kernel takes for some of it
 
 
@@ -56,8 +57,8 @@ class United(NamedTuple):
 
 def reason_not_to(layout: BlockLayout, heads: int, head_dim: int) -> str | None:
     """Why rows of a layout are not united, for so many heads of all samples."""
-    if layout.block_q not in WORTH:
-        return f"rows are united of blocks of {' and '.join(map(str, WORTH))} queries"
+    if layout.block_q not in SMALL_BLOCKS:
+        return f"rows are united of blocks of {' and '.join(map(str, SMALL_BLOCKS))} queries"
     if layout.dilated or len(layout.bitmaps) or layout.by_query.rule_ids.numel() or layout.rules.shape[1] > 1:
         return "rows are united where all partial blocks share one interval"
     pairs = len(layout.by_query.indices) * layout.block_q * layout.block_k
@@ -123,8 +124,9 @@ def unite_kernel(
     tl.store(rows + large * 4 + 3, stop)
 
 
-def united_rows(layout: BlockLayout, large_block: int = LARGE_BLOCK) -> United:
-    """The rows of a layout united to blocks of `large_block` queries. Waits for nothing."""
+def united_rows(layout: BlockLayout, own_rows: int, large_block: int = LARGE_BLOCK) -> United:
+    """The rows of a layout united to blocks of `large_block` queries, where that pays against plain tiles of so many
+    rows. Waits for nothing."""
     lists, group = layout.by_query, large_block // layout.block_q
     num_q, num_k = layout.num_q_blocks, layout.num_k_blocks
     num_large = ceil_div(num_q, group)
@@ -143,13 +145,8 @@ def united_rows(layout: BlockLayout, large_block: int = LARGE_BLOCK) -> United:
             lists.offsets, marks, indices, words, rows, first, num_q, num_large, num_k, GROUP=group, CHUNK=CHUNK
         )
     work = in_order_of_work(rows.view(layout.num_lists, num_large, 4), 1)
-    worth = worth_uniting(rows, lists.offsets, layout.block_q, group)
+    computed = (rows[:, 3] - rows[:, 1]).sum() * group
+    worth = computed <= WORTH[own_rows] * lists.offsets[-1]
     gone, own_gone = (rows.new_zeros(4) for _ in range(2))
     gone[0], own_gone[0] = num_large, num_q
     return United(indices, words, torch.where(worth, work, gone), torch.where(worth, own_gone, layout.query_work))
-
-
-def worth_uniting(rows: Tensor, offsets: Tensor, block_q: int, group: int) -> Tensor:
-    """bool []: whether large tiles are quicker, by how many pairs they compute and how many are asked for."""
-    computed = (rows[:, 3] - rows[:, 1]).sum() * group
-    return computed <= WORTH[block_q] * offsets[-1]
