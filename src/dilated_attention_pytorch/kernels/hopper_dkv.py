@@ -101,7 +101,7 @@ class Sums:
 
 
 @gluon.jit
-def _keys_of(tile, lane, WHO: gl.constexpr, lists, masks, mods, BOUNDED: gl.constexpr):
+def keys_of(tile, lane, WHO: gl.constexpr, lists, masks, mods, BOUNDED: gl.constexpr):
     key = gl.expand_dims(lists.token(tile.row + WHO * ROWS + lane, tile.residue), 1)
     first, reach, state, real = key, key, 0, key
     if masks.PADDING:
@@ -119,7 +119,7 @@ def _keys_of(tile, lane, WHO: gl.constexpr, lists, masks, mods, BOUNDED: gl.cons
 
 
 @gluon.jit
-def _walk_of(member, tile, lists, head_lists, mods):
+def walk_of(member, tile, lists, head_lists, mods):
     head = tile.head * lists.group + member
     begin, split, end = head_lists.entries(tile, head, lists)
     exp_scale, slope = mods.scale, 0.0
@@ -151,7 +151,7 @@ def modify(scores, query, key, origin, slope, masks, mods):
 
 
 @gluon.jit
-def _weights(
+def weights_of(
     scores, lse, other, i, keys, walk, tile, query_lane, lists, masks, mods,
     BOUNDED: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
@@ -205,7 +205,7 @@ def _weights(
 
 
 @gluon.jit
-def _dscores(weights, dweights, delta, mods):
+def dscores_of(weights, dweights, delta, mods):
     row_delta = as_row(delta).load(gl.SliceLayout(0, dweights.type.layout))
     if mods.DROPOUT:
         dweights = gl.where(weights > 0.0, dweights, 0.0)
@@ -308,7 +308,7 @@ def compute_dkv(
     step = 0
     for turn in range(lists.turns()):
         tile = lists.tile(turn, heads_kv, lists.group)
-        keys = _keys_of(tile, key_lane, WHO, lists, masks, mods, BOUNDED)
+        keys = keys_of(tile, key_lane, WHO, lists, masks, mods, BOUNDED)
         first_step, last_step = step, step + _num_steps(tile, lists, head_lists)
         target = 0
         dkeys = gl.zeros([ROWS, D], gl.float32, GRADS)
@@ -331,7 +331,7 @@ def compute_dkv(
             )
             scores = warpgroup_mma_wait(0, deps=[scores])
         for member in range(lists.group):
-            walk = _walk_of(member, tile, lists, head_lists, mods)
+            walk = walk_of(member, tile, lists, head_lists, mods)
             num_full, num = (walk.split - walk.begin) * PARTS, (walk.end - walk.begin) * PARTS
             for MASKED in gl.static_range(2):
                 if MASKED:
@@ -348,7 +348,7 @@ def compute_dkv(
                     pending_dweights = warpgroup_mma(v, grad.permute((1, 0)), nothing, use_acc=False, is_async=True)
                     if not AHEAD:
                         scores = warpgroup_mma_wait(1, deps=[pending_scores])
-                    weights, softcap_grad = _weights(
+                    weights, softcap_grad = weights_of(
                         scores, rings.lse.index(place), other, i, keys, walk, tile, query_lane, lists, masks, mods,
                         BOUNDED, MASKED,
                     )  # fmt: skip
@@ -360,7 +360,7 @@ def compute_dkv(
                         weights *= softcap_grad
                     dweights = warpgroup_mma_wait(0, deps=[pending_dweights])
                     pending_dvalues = warpgroup_mma(operand, grad, dvalues, is_async=True)
-                    dscores = _dscores(weights, dweights, rings.delta.index(place), mods).to(dtype)
+                    dscores = dscores_of(weights, dweights, rings.delta.index(place), mods).to(dtype)
                     pending_dkeys = warpgroup_mma(gl.convert_layout(dscores, OPERAND), q, dkeys, is_async=True)
                     if SUMS:
                         if SUMS == HALVES:  # noqa: SIM102
