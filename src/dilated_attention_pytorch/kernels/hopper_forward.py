@@ -68,7 +68,7 @@ from .hopper_common import (
     real_keys,
     store_block,
 )
-from .hopper_gather import fetch_part, first_to_fetch, next_to_fetch
+from .hopper_gather import fetch_part, first_to_fetch, gathered_key_hash, next_to_fetch
 
 
 @aggregate
@@ -214,9 +214,9 @@ def hide(
 
 
 @gluon.jit
-def drop(weights, block, key, rows, lists, mods):
+def drop(weights, block, key, key_lane, rows, lists, mods):
     if lists.BLOCK < lists.STREAM:
-        key_hash = dropout_key_hash(mods.seed, key, key)
+        key_hash = gathered_key_hash(mods.seed, block, key, key_lane, lists)
     else:
         key_hash = dropout_key_hash(mods.seed, key, block * lists.BLOCK)
     return weights * gl.where(dropout_keeps(rows.hash, key_hash, mods.threshold), mods.keep_scale, 0.0)
@@ -338,7 +338,7 @@ def _compute(
                 scores = gl.where(real, scores, float("-inf"))
         weights, row_sum, row_max = first_softmax(scores, log_m, rows)
         if mods.DROPOUT:
-            weights = drop(weights, block, key, rows, lists, mods)
+            weights = drop(weights, block, key, key_lane, rows, lists, mods)
         weights = weights.to(KEPT)
         if EARLY and turn > 0:  # by now the tile before has left its buffer
             tma.store_wait(0)
@@ -418,7 +418,7 @@ def _compute(
                     scores, row_sum, row_max, multiplicity, rows, MASKED or HAS_CALL_MASK or FINE > 0, DILATED
                 )
                 if mods.DROPOUT:
-                    weights = drop(weights, block, key, rows, lists, mods)
+                    weights = drop(weights, block, key, key_lane, rows, lists, mods)
                 acc, operand = warpgroup_mma_wait(0, deps=[pending_acc, operand])
                 keys.release(here)
                 values.release(before)

@@ -8,7 +8,8 @@ nothing but keys of the list, and masks hide it.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .hopper_common import BYTES, ONE_WARP, as_block, as_blocks, load_block
+from .common import dropout_offset, fold32
+from .hopper_common import BYTES, ONE_WARP, as_block, as_blocks, load_block, spread
 
 
 @gluon.jit
@@ -47,3 +48,12 @@ def fetch_part(x, ring, step, lists, block, i, sample, head, D: gl.constexpr):
     else:
         residue, row = lists.part(block, i)
         load_block(x, [sample, row, residue, head, 0], bar, as_block(buffer, x))
+
+
+@gluon.jit
+def gathered_key_hash(seed, blocks, key, lane, lists):
+    """`dropout_key_hash` of keys of several blocks: a block is renumbered as a whole, so it is looked up once."""
+    offsets = (dropout_offset(seed, blocks[0] * lists.BLOCK, 1),)
+    for place in gl.static_range(1, lists.STREAM // lists.BLOCK):
+        offsets = offsets + (dropout_offset(seed, blocks[place] * lists.BLOCK, 1),)  # noqa: RUF005
+    return fold32((key + gl.expand_dims(spread(offsets, lane // lists.BLOCK), 0)).to(gl.uint32))

@@ -489,7 +489,7 @@ def kernels_of(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, options: Ca
         reasons["backward, dq"] = reasons["backward, dq"] or "it sums the gradient of the bias"
     kinds = dict.fromkeys(reasons, "warp-specialised, for Hopper")
     if reasons["forward"] and not plain_reason(forward_tiles(LARGE_BLOCK), LARGE_BLOCK, block, gathers=True):
-        reasons["forward"] = united.reason_not_to(layout, q.shape[0] * q.shape[2], q.shape[3]) and reasons["forward"]
+        reasons["forward"] = united.reason_not_to(layout, q.shape[0] * q.shape[2], q.shape[3])
         kinds["forward"] += ", over united rows of blocks, or plain Triton where these have little in common"
     if options.dropout_p > 0 and q.shape[3] <= SMALL_HEAD:
         reasons["forward"] = reasons["forward"] or "it is faster for dropout with small heads"

@@ -29,7 +29,7 @@ SLAB = 1 << 24  # bytes of marks at a time: they stay in the L2 cache
 CHUNK = 256  # entries, or key blocks, that a program looks at together
 LARGE_BLOCK = 64  # queries of the blocks that unite rows
 SMALL_BLOCKS = (16, 32)  # of which rows are united
-# How many times as many pairs the large tiles may compute and be as fast, by the rows of a plain tile, of all heads that
+# How many times as many pairs large tiles may compute and be as fast, by the rows of a plain tile, of all heads that
 # it packs: a plain tile of 16 rows takes about as long as one of 64. Measured on an H200.
 WORTH = {16: 5.0, 32: 2.7, 64: 1.5, 128: 1.2}
 LEAST_WORK = 2e10  # FLOPs of a call: to unite rows takes as long as the plain kernel takes for some of it
