@@ -314,7 +314,7 @@ def compute_dkv(
         dkeys = gl.zeros([ROWS, D], gl.float32, GRADS)
         dvalues = gl.zeros([ROWS, D], gl.float32, GRADS)
         rings.own.wait(turn)
-        k, v = rings.own_half(turn, WHO)
+        k, _ = rings.own_half(turn, WHO)
         if AHEAD:  # noqa: SIM102
             if step < last_step:
                 stream.wait(step)
@@ -330,10 +330,15 @@ def compute_dkv(
             walk = _walk_of(member, tile, lists, head_lists, mods)
             num_full, num = (walk.split - walk.begin) * PARTS, (walk.end - walk.begin) * PARTS
             for MASKED in gl.static_range(2):
+                same = turn
                 if MASKED:
                     low, high = num_full, num
+                    # The same tile, by an address that does not look the same (no list ends before it starts): else
+                    # ptxas reads here what it has computed before the loop over full blocks, even where there are none.
+                    same = turn + (tile.start > tile.stop).to(gl.int32)
                 else:
                     low, high = 0, num_full
+                k, v = rings.own_half(same, WHO)
                 for i in range(low, high):
                     place = stream.place(step)
                     other = gl.load(lists.indices + walk.begin + i // PARTS)
@@ -364,7 +369,7 @@ def compute_dkv(
                         if SUMS == HALVES:  # noqa: SIM102
                             if step > first_step:
                                 ds.wait(step - 1)
-                        pending_dq = _start_dq(turn, ds.place(step + ds.NUM_STAGES - 1), WHO, rings, sums, D)
+                        pending_dq = _start_dq(same, ds.place(step + ds.NUM_STAGES - 1), WHO, rings, sums, D)
                         _publish(dscores, step, WHO, sums)
                     dvalues, dkeys = warpgroup_mma_wait(IN_FLIGHT, deps=[pending_dvalues, pending_dkeys])
                     stream.release(step)
@@ -391,10 +396,8 @@ def compute_dkv(
             if step > first_step:
                 if SUMS == HALVES:
                     ds.wait(step - 1)
-                # The same keys, by an address that does not look the same (no list ends before it starts): see
-                # `hopper_forward`.
-                of_tile = turn + (tile.start > tile.stop).to(gl.int32)
-                dq = warpgroup_mma_wait(0, deps=[_start_dq(of_tile, ds.place(step - 1), WHO, rings, sums, D)])
+                again = turn + (tile.split > tile.stop).to(gl.int32)
+                dq = warpgroup_mma_wait(0, deps=[_start_dq(again, ds.place(step - 1), WHO, rings, sums, D)])
                 if SUMS == HALVES:
                     ds.release(step - 1)
                 tma.store_wait(0)

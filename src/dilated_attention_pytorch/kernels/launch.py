@@ -342,7 +342,7 @@ class Call:
     ) -> None:
         layout = self.layout
         stream, num_stages = HOPPER_BACKWARD[self.head_dim]
-        own_stages = OWN[self.head_dim]
+        own_stages = OWN[self.head_dim] if of_keys else 1
         if fused:
             stream, num_stages = HOPPER_FUSED[self.head_dim]
         if of_keys and (not fused or NARROW_FUSED and self.head_dim == 64) and (self.flags["SOFTCAP"] or self.flags["ALIBI"] or self.flags["DROPOUT"]):
