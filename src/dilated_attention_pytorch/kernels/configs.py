@@ -29,7 +29,7 @@ HOPPER_FORWARD = {64: (128, 2, 3), 128: (128, 2, 2)}
 # rows of a streamed tile, and how many are in flight.
 HOPPER_BACKWARD = {64: (128, 2), 128: (64, 3)}
 # The same where dk, dv and dq come of one kernel.
-HOPPER_FUSED = {64: (64, 3), 128: (64, 2)}
+HOPPER_FUSED = {64: (128, 2), 128: (64, 2)}
 # For dk and dv with a softcap, slopes or dropout: larger tiles leave too few registers (1.1 to 1.7 times slower).
 HOPPER_DKV_NARROW = (64, 3)
 
