@@ -33,7 +33,7 @@ HOPPER_BACKWARD = {32: (128, 2), 64: (128, 2), 128: (64, 3), 256: (32, 2)}
 # The same of boxes of 256 of q and k, or of v, alone.
 HOPPER_BACKWARD_HALF = (64, 2)
 # The same where dk, dv and dq come of one kernel.
-HOPPER_FUSED = {64: (64, 3), 128: (64, 2)}
+HOPPER_FUSED = {64: (128, 2), 128: (64, 2)}
 # For dk and dv with a softcap, slopes or dropout: larger tiles leave too few registers (1.1 to 1.7 times slower).
 HOPPER_DKV_NARROW = (64, 3)
 

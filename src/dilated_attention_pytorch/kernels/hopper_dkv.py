@@ -56,6 +56,7 @@ from .hopper_common import (
     as_block,
     as_row,
     barrier,
+    parted,
     reaching,
     retyped,
     store_block,
@@ -98,6 +99,7 @@ class Sums:
     ds: Ring  # of dS, in halves: those of step s are at 2 · place(s)
     stage: gl.shared_memory_descriptor  # of each warpgroup: 64 × 64 numbers of dq, or a 16-bit tile of dk or dv
     KIND: gl.constexpr
+    OUT_SLOTS: gl.constexpr
 
 
 @gluon.jit
@@ -230,17 +232,17 @@ def _publish(dscores, step, WHO: gl.constexpr, sums):
 
 
 @gluon.jit
-def _start_dq(place, WHO: gl.constexpr, rings, sums, D: gl.constexpr):
+def _start_dq(turn, place, WHO: gl.constexpr, rings, sums, D: gl.constexpr):
     """64 × 64 numbers of dq from dS at that place of its ring, as far as the matrix units have got."""
     PART: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     nothing = gl.zeros([ROWS, 64], gl.float32, PART)
     if sums.KIND == OWN:
         ds = sums.ds.buffers.index(2 * place + WHO).permute((1, 0))
-        dq = warpgroup_mma(ds, rings.own.buffers.index(WHO), nothing, use_acc=False, is_async=True)
+        dq = warpgroup_mma(ds, rings.own_half(turn, WHO)[0], nothing, use_acc=False, is_async=True)
     else:
         dq = nothing
         for half in gl.static_range(2):
-            ds, k = sums.ds.buffers.index(2 * place + half), rings.own.buffers.index(half)
+            ds, k = sums.ds.buffers.index(2 * place + half), rings.own_half(turn, half)[0]
             if D == 64:
                 ds = ds.slice(WHO * ROWS, ROWS, 1)
             else:
@@ -272,26 +274,38 @@ def _add(dq, target, total, WHO: gl.constexpr, sums):
 
 
 @gluon.jit
-def _store(x, value, tile, WHO: gl.constexpr, sums):
+def _store(dk, dv, dkeys, dvalues, tile, WHO: gl.constexpr, sums):
     """64 rows of one head, by the copy engine."""
+    at = [tile.sample, tile.row + WHO * ROWS, tile.residue, tile.head, 0]
     tma.store_wait(0)
     barrier()
-    stage = retyped(sums.stage.index(WHO), x)
-    stage.store(value.to(x.dtype))
+    stage = parted(sums.stage.index(WHO), sums.OUT_SLOTS)
+    first, second = retyped(stage.index(0), dk), retyped(stage.index(sums.OUT_SLOTS - 1), dv)
+    first.store(dkeys.to(dk.dtype))
+    if sums.OUT_SLOTS == 2:
+        second.store(dvalues.to(dv.dtype))
     fence_async_shared()
     barrier()
-    store_block(x, [tile.sample, tile.row + WHO * ROWS, tile.residue, tile.head, 0], as_block(stage, x))
+    store_block(dk, at, as_block(first, dk))
+    if sums.OUT_SLOTS == 1:
+        tma.store_wait(0)
+        barrier()
+        second.store(dvalues.to(dv.dtype))
+        fence_async_shared()
+        barrier()
+    store_block(dv, at, as_block(second, dv))
 
 
 @gluon.jit
 def compute_dkv(
     WHO: gl.constexpr, dk, dv, total, scale_out, rings, sums, lists, head_lists, masks, mods,
-    D: gl.constexpr, D_V: gl.constexpr, AHEAD: gl.constexpr, HELD: gl.constexpr,
+    D: gl.constexpr, D_V: gl.constexpr, LOWP: gl.constexpr,
 ):  # fmt: skip
     stream, ds = rings.stream, sums.ds
     STREAM: gl.constexpr = lists.STREAM
     PARTS: gl.constexpr = lists.BLOCK // STREAM
     SUMS: gl.constexpr = sums.KIND
+    AHEAD: gl.constexpr = SUMS == NO_SUMS  # with dq there are no registers for it
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STREAM, 16])  # keys × queries
     GRADS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     GRADS_V: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D_V, 16])
@@ -306,19 +320,15 @@ def compute_dkv(
     query_lane = gl.arange(0, STREAM, gl.SliceLayout(0, SCORES))
     nothing = gl.zeros([ROWS, STREAM], gl.float32, SCORES)
     step = 0
+    tile = lists.tile(0, heads_kv, lists.group)
     for turn in range(lists.turns()):
-        tile = lists.tile(turn, heads_kv, lists.group)
         keys = keys_of(tile, key_lane, WHO, lists, masks, mods, BOUNDED)
         first_step, last_step = step, step + _num_steps(tile, lists, head_lists)
         target = 0
         dkeys = gl.zeros([ROWS, D], gl.float32, GRADS)
         dvalues = gl.zeros([ROWS, D_V], gl.float32, GRADS_V)
         rings.own.wait(turn)
-        if HELD:
-            k = rings.own.buffers.index(WHO).load(gl.DotOperandLayout(0, SCORES, 2))
-            v = rings.own_b.index(WHO).load(gl.DotOperandLayout(0, SCORES, 2))
-        else:
-            k, v = rings.own.buffers.index(WHO), rings.own_b.index(WHO)
+        k, _ = rings.own_half(turn, WHO)
         if AHEAD:  # noqa: SIM102
             if step < last_step:
                 stream.wait(step)
@@ -334,10 +344,15 @@ def compute_dkv(
             walk = walk_of(member, tile, lists, head_lists, mods)
             num_full, num = (walk.split - walk.begin) * PARTS, (walk.end - walk.begin) * PARTS
             for MASKED in gl.static_range(2):
+                same = turn
                 if MASKED:
                     low, high = num_full, num
+                    # The same tile, by an address that does not look the same (no list ends before it starts): else
+                    # ptxas reads here what it has computed before the loop over full blocks, even where there are none.
+                    same = turn + (tile.start > tile.stop).to(gl.int32)
                 else:
                     low, high = 0, num_full
+                k, v = rings.own_half(same, WHO)
                 for i in range(low, high):
                     place = stream.place(step)
                     other = gl.load(lists.indices + walk.begin + i // PARTS)
@@ -358,15 +373,17 @@ def compute_dkv(
                     operand = gl.convert_layout(kept.to(dtype), OPERAND_V)
                     if mods.SOFTCAP:
                         weights *= softcap_grad
+                    elif LOWP:
+                        weights = weights.to(dtype)
                     dweights = warpgroup_mma_wait(0, deps=[pending_dweights])
                     pending_dvalues = warpgroup_mma(operand, grad, dvalues, is_async=True)
-                    dscores = dscores_of(weights, dweights, rings.delta.index(place), mods).to(dtype)
+                    dscores = dscores_of(weights.to(gl.float32), dweights, rings.delta.index(place), mods).to(dtype)
                     pending_dkeys = warpgroup_mma(gl.convert_layout(dscores, OPERAND), q, dkeys, is_async=True)
                     if SUMS:
                         if SUMS == HALVES:  # noqa: SIM102
                             if step > first_step:
                                 ds.wait(step - 1)
-                        pending_dq = _start_dq(ds.place(step + ds.NUM_STAGES - 1), WHO, rings, sums, D)
+                        pending_dq = _start_dq(same, ds.place(step + ds.NUM_STAGES - 1), WHO, rings, sums, D)
                         _publish(dscores, step, WHO, sums)
                     dvalues, dkeys = warpgroup_mma_wait(IN_FLIGHT, deps=[pending_dvalues, pending_dkeys])
                     stream.release(step)
@@ -387,11 +404,14 @@ def compute_dkv(
                     if AHEAD:
                         scores = warpgroup_mma_wait(0, deps=[pending_scores])
                     step += 1
+        # What the next tile is: asked for now, read when this one has been stored.
+        next_tile = lists.tile(turn + 1, heads_kv, lists.group)
         if SUMS:  # noqa: SIM102
             if step > first_step:
                 if SUMS == HALVES:
                     ds.wait(step - 1)
-                dq = warpgroup_mma_wait(0, deps=[_start_dq(ds.place(step - 1), WHO, rings, sums, D)])
+                again = turn + (tile.split > tile.stop).to(gl.int32)
+                dq = warpgroup_mma_wait(0, deps=[_start_dq(again, ds.place(step - 1), WHO, rings, sums, D)])
                 if SUMS == HALVES:
                     ds.release(step - 1)
                 tma.store_wait(0)
@@ -400,6 +420,6 @@ def compute_dkv(
         rings.own.release(turn)
         if mods.DROPOUT:  # what all kept weights are multiplied by
             dkeys, dvalues = dkeys * mods.keep_scale, dvalues * mods.keep_scale
-        _store(dk, dkeys * scale_out, tile, WHO, sums)
-        _store(dv, dvalues, tile, WHO, sums)
+        _store(dk, dv, dkeys * scale_out, dvalues, tile, WHO, sums)
+        tile = next_tile
     tma.store_wait(0)
