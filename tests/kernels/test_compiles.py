@@ -33,6 +33,7 @@ LAUNCHES = {
     "biased, small blocks": 3 + 4 + 4, "masks": 4 + 4,
     "gathered keys, masks": 4 + 4, "united rows": 7, "united rows, shaped": 7,
 }  # fmt: skip
+LARGE = ("large heads", "narrow values")  # on Hopper dk and dv apart
 
 
 def compiled_for(capability):
@@ -68,7 +69,8 @@ def test_compiles(capability):
     assert done.returncode == 0, done.stderr[-2000:]
     kernels = [json.loads(line) for line in done.stdout.splitlines()]
     assert Counter(kernel["call"] for kernel in kernels) == {
-        name: LAUNCHES.get(name, 2 if name in SELECTIONS else 4) for name in calls
+        name: LAUNCHES.get(name, 2 if name in SELECTIONS else 4) + (capability == "9.0" and name in LARGE)
+        for name in calls
     }
     names = {kernel["kernel"] for kernel in kernels}
     assert names >= {"key_bits_kernel", "padded_lists_kernel"}
@@ -78,7 +80,7 @@ def test_compiles(capability):
     for kernel in kernels:
         assert kernel["shared"] <= KIB[capability] * 1024, kernel
         assert kernel.get("unwritten", []) == [], kernel
-    assert sum("unwritten" in kernel for kernel in kernels) == (36 if capability == "9.0" else 0)
+    assert sum("unwritten" in kernel for kernel in kernels) == (59 if capability == "9.0" else 0)
 
 
 LOOPS = """
