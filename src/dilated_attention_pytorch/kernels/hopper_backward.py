@@ -105,7 +105,7 @@ def _fetch(
     own_a, own_b, stream_a, stream_b, of_rows, batch, rings, lists, head_lists, steps,
     D: gl.constexpr, OF_KEYS: gl.constexpr,
 ):  # fmt: skip
-    own, stream = rings.own, rings.stream
+    stream = rings.stream
     own_step_a, own_step_b, step_a, step_b = steps
     tile_heads = lists.heads // lists.group if OF_KEYS else lists.heads
     STREAM: gl.constexpr = lists.STREAM

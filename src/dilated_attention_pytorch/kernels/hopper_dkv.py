@@ -22,8 +22,8 @@ How dq is summed (SUMS):
     OWN     each multiplies its own dS with its own keys: nobody waits for the other, two additions a number
 
 A warpgroup leaves its 64 × 64 numbers in its stage, from which the copy engine adds them to float32 sums in global
-memory, in the order in which threads hold them: `backward.round_kernel` puts them in order. (In rows and columns, a warp
-would write the stage with bank conflicts.) The last dq of a tile follows its last step, and dk and dv leave by the stage.
+memory, in the order in which threads hold them: as rows and columns they would meet in the same banks.
+`backward.round_kernel` puts them in order. The last dq of a tile follows its last step; dk and dv leave by the stage too.
 """
 
 from triton.experimental import gluon

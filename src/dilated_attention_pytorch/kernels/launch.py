@@ -345,7 +345,11 @@ class Call:
         own_stages = OWN[self.head_dim] if of_keys else 1
         if fused:
             stream, num_stages = HOPPER_FUSED[self.head_dim]
-        if of_keys and (not fused or NARROW_FUSED and self.head_dim == 64) and (self.flags["SOFTCAP"] or self.flags["ALIBI"] or self.flags["DROPOUT"]):
+        if (
+            of_keys
+            and (not fused or (NARROW_FUSED and self.head_dim == 64))
+            and (self.flags["SOFTCAP"] or self.flags["ALIBI"] or self.flags["DROPOUT"])
+        ):
             stream, num_stages = HOPPER_DKV_NARROW
         stream = min(stream, layout.block_q if of_keys else layout.block_k)
         kind = 0
