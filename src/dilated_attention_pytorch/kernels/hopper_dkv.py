@@ -1,19 +1,19 @@
 """dk and dv on Hopper, warp-specialised, and with them dq where it may be added up in any order.
 
-`compute_dkv` is what each of the two warpgroups of `hopper_backward` does with its 64 keys of a tile. A step has four
-products; where dq is summed too there is a fifth, which the warpgroups share:
+`compute_dkv` is what each of the two warpgroups of `hopper_backward` does with its 64 keys of a tile. A step is a part
+of STREAM queries, with four products: S = K Qᵀ, dP = V dOᵀ, dV += P dO, dK += dS Q. Where there is no dq, S of the next
+step is asked for before the rest of a step is waited for. Where there is, a fifth product takes its place:
 
-    step        s − 1                    s                        s + 1
-    products    dv, dk, dq(s − 2), S(s)  dP, dv, dk, dq(s − 1), S(s + 1)
-    in between  dS(s − 1) ──────────────▶ read by dq(s − 1)
+    step s    S, dP ──▶ P ──▶ dV, dS(s) ──▶ dK ──▶ dq(s − 1) = dS(s − 1)ᵀ K ──▶ added to memory
+                               └─▶ shared memory, for step s + 1
 
-The scores of a step are asked for in the step before, and dq is a step behind, so that the matrix units have work
-while weights are computed, and a warpgroup may be up to half a step ahead of the other. dS goes through shared memory:
+dq is a step behind, so that the matrix units have work while dS is written, and a warpgroup may be some half of a step
+ahead of the other. dS goes through shared memory:
 
     guard     arrives                               waits                                        count
     ds.ready  each warpgroup, its dS is written     each warpgroup, before dq of that step       2
-    ds.empty  each warpgroup, dq of the step is     each warpgroup, before it writes dS two      2
-              computed                              steps later
+    ds.empty  each warpgroup, dq of the step is     each warpgroup, before it writes dS          2
+              computed                              DS_STAGES steps later
 
 How dq is summed (SUMS):
 
@@ -21,8 +21,9 @@ How dq is summed (SUMS):
             queries, or with heads of 64 half of the rows of 128 queries. One addition a number
     OWN     each multiplies its own dS with its own keys: nobody waits for the other, two additions a number
 
-A warpgroup leaves its 64 × 64 numbers in a buffer of its own, from which the copy engine adds them to float32 sums in
-global memory, in the order in which they lie in registers (`sum_place`): `round_kernel` puts them in order.
+A warpgroup leaves its 64 × 64 numbers in its stage, from which the copy engine adds them to float32 sums in global
+memory, in the order in which threads hold them: as rows and columns they would meet in the same banks.
+`backward.round_kernel` puts them in order. The last dq of a tile follows its last step; dk and dv leave by the stage too.
 """
 
 from triton.experimental import gluon
