@@ -32,7 +32,9 @@ def kept_mass(
 
     unused = sorted({"deterministic", "dropout_p", "sinks"} & set(options))
     if unused:
-        raise TypeError(f"{unused[0]} has no meaning for kept_mass, which weighs keys against keys and has no gradient; leave it out")
+        raise TypeError(
+            f"{unused[0]} has no meaning for kept_mass, which weighs keys against keys and has no gradient; leave it out"
+        )
 
     def lse(who: BlockLayout | Pattern) -> Tensor:
         _, total = block_sparse_attention(
