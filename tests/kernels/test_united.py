@@ -10,7 +10,7 @@ if torch.cuda.is_available():
     pytest.skip("needs Triton's interpreter: the kernels are made for a GPU here", allow_module_level=True)
 
 from dilated_attention_pytorch import BlockLayout, Documents, GlobalTokens, SlidingWindow
-from dilated_attention_pytorch.kernels import united
+from dilated_attention_pytorch.kernels import ahead, united
 from dilated_attention_pytorch.patterns.blocks import ceil_div
 
 
@@ -86,3 +86,12 @@ def test_reasons_not_to_unite_rows():
     assert "blocks of 16 and 32" in united.reason_not_to(of_128, 1 << 20, 64)
     union = pattern_layout(SlidingWindow(50, 0) | GlobalTokens(20), 16)
     assert "share one interval" in united.reason_not_to(union, 1 << 20, 64)
+
+
+def test_lists_that_a_layout_keeps_are_never_left_out():
+    """Where launches are kept back, to be compiled ahead: a layout keeps what `united_rows` gives."""
+    layout = LAYOUTS["random"]()
+    with ahead.collected() as wanted:
+        rows = united.united_rows(layout, 16, 64)
+    assert not wanted
+    assert torch.equal(rows.work, united.united_rows(layout, 16, 64).work)
