@@ -247,6 +247,7 @@ SCRIPTS = (
     "python_text",
     "recall",
     "ring",
+    "small_blocks",
     "tune",
 )
 
