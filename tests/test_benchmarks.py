@@ -241,6 +241,7 @@ SCRIPTS = (
     "dilated",
     "gpu",
     "host",
+    "longnet",
     "memory",
     "models",
     "neighborhoods",

@@ -239,7 +239,7 @@ def test_the_flops_of_a_token_are_those_that_pytorch_counts():
     keys = [(h, i, j) for h in range(config.num_heads) for i in range(64) for j in range(i + 1)]
     pairs = sum(config.branches.times(i, j, h, config.num_heads) > 0 for h, i, j in keys)
     attention = config.num_layers * 2 * 7 * config.head_dim * pairs
-    assert utilization.flops_of_token(model, 64) * 64 == linear + attention
+    assert utilization.Products.of(model, 64).of_token * 64 == linear + attention
 
 
 def test_the_matmul_rate_is_a_time_turned_round(monkeypatch):

@@ -31,7 +31,7 @@ from ..patterns.base import check_int
 from .output import NO_PICTURE, Document, can_draw
 from .printing import escaped
 from .training_log import Log, Row, check_logs, plot, progress
-from .utilization import flops_of_token, matmul_rate
+from .utilization import Products, matmul_rate
 
 SAMPLE_BYTES = 200
 EVALUATED = 8  # batches of held-out bytes at the most, so that evaluating costs little beside training
@@ -144,7 +144,7 @@ def _train(
     trained, held_out = data
     try:
         state.evaluate_if_due(held_out, options)  # a run may have been stopped just before
-        most = matmul_rate(options.device) / flops_of_token(state.model, options.seq_len)
+        most = matmul_rate(options.device) / Products.of(state.model, options.seq_len).of_token
         with progress(console, start, options.steps, most) as report:
             for step in range(start, options.steps):
                 began = perf_counter()
