@@ -36,8 +36,6 @@ from .tiling import Cut, Tile, Tiling, Unit
 name = "blockwise"
 needs_work_order = False
 
-ANYWHERE = 1 << 62  # beyond all tokens
-
 
 def can_run(request: Request) -> tuple[bool, str]:
     return True, "runs every layout, option, dtype and device"
@@ -330,11 +328,8 @@ class _Call(Tiling):
         if options.bias is not None:
             of_unit = of_one_sample(options.bias, unit.sample, unit.heads)
             query, key = self._queries(tile)[:, :, None, None], self._keys(tile)[:, None]
-            lengths = layout.lengths
-            if options.places is not None:  # then the distance is all that counts
-                query, key = in_whole(options.places, query, key)
-                lengths = ANYWHERE, ANYWHERE
-            cells.add_(bias_of_pairs(of_unit, query, key, *lengths)[0].transpose(0, 1))
+            whole = None if options.places is None else in_whole(options.places, query, key)
+            cells.add_(bias_of_pairs(of_unit, query, key, *layout.lengths, whole)[0].transpose(0, 1))
         if tile.rule_ids is not None:
             partial = tile.blocks[:, tile.num_full :]
             query_block = tile.query_blocks[:, None].expand_as(partial)
@@ -363,7 +358,8 @@ class _Call(Tiling):
         """The gradient of a tile's scores, as it is before that of a cap."""
         seen = dscores.unflatten(1, (self.stacked, -1))
         query, key = self._queries(tile), self._keys(tile).flatten(1)
-        of_bias.add(seen, unit.sample, unit.heads, query, key, self.layout.seq_q, self.layout.seq_k)
+        whole = None if self.options.places is None else in_whole(self.options.places, query, key)
+        of_bias.add(seen, unit.sample, unit.heads, query, key, self.layout.lengths, whole)
 
     def _queries(self, tile: Tile) -> Tensor:
         """Query numbers [num, block_q]."""

@@ -150,7 +150,8 @@ def overlap(group: dist.ProcessGroup, device: torch.device, tokens: int, trace: 
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     own = placement.num_tokens(dist.get_rank(group))
     q, k, v = (torch.randn(1, own, HEADS, HEAD_DIM, device=device, dtype=dtype) for _ in range(3))
-    call = Call(q, k, v, Causal(), group, placement, False, "auto", check_options_of_ring(q, k, v))
+    options = check_options_of_ring(q, k, v, placement, dist.get_rank(group))
+    call = Call(q, k, v, Causal(), group, placement, False, "auto", options)
     agreed = call.agreed("always")
 
     def exchanged() -> None:
