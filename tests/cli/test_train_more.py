@@ -291,3 +291,29 @@ def test_processes_need_a_gpu_each(monkeypatch):
     wanted = r"--device must be cuda, with a GPU for each of the 2 processes of torchrun here, or cpu; got 'cuda' and 1"
     with pytest.raises(ValueError, match=wanted), ranks_of_torchrun("cuda"):
         pass
+
+
+@pytest.mark.slow
+def test_compiled_layers_train_as_they_are(text, tmp_path, monkeypatch):  # noqa: F811
+    compiled, graphs = torch.nn.Module.compile, []
+    monkeypatch.setattr(
+        torch.nn.Module, "compile", lambda layer, **how: compiled(layer, **how, backend=noted_by(graphs))
+    )
+    both = []
+    for name in ("plain", "compiled"):
+        options = replace(OPTIONS, steps=3, compiled=name == "compiled")
+        train.run(Console(quiet=True), text, tmp_path / name, options)
+        both.append(load_tensors(tmp_path / name / train.CHECKPOINT)[0])
+    assert len(graphs) >= OPTIONS.model.num_layers
+    torch.testing.assert_close(both[1]["bits"], both[0]["bits"], rtol=1e-5, atol=0)
+    assert LongNetLM.load(tmp_path / "compiled" / train.MODEL).state_dict().keys() == {
+        name.removeprefix("model.") for name in both[0] if name.startswith("model.")
+    }
+
+
+def noted_by(graphs):
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    return backend

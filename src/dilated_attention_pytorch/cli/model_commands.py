@@ -65,6 +65,9 @@ def train(
     checkpointing: Annotated[
         bool, typer.Option("--checkpointing", help="Keep only the layers' inputs for the backward pass.")
     ] = False,
+    compiled: Annotated[
+        bool, typer.Option("--compile", help="Compile each layer as a whole; the first step takes a minute.")
+    ] = False,
     seed: Annotated[int, typer.Option(min=0, help="Of parameters, samples and dropout.")] = 0,
     device: Device = None,
     as_json: Json = False,
@@ -110,6 +113,7 @@ def train(
             eval_every=eval_every,
             seed=seed,
             device=device_of(device),
+            compiled=compiled,
         )
         return begun(console, text, out, options, **reports)
 

@@ -51,6 +51,7 @@ class Options:
         held_out: the share at the end of the file that is not trained on.
         eval_every: steps between two evaluations of the held-out bytes.
         ranks: how many processes.
+        compiled: whether each layer is compiled as a whole.
     """
 
     model: LongNetConfig
@@ -65,6 +66,7 @@ class Options:
     seed: int
     device: str
     ranks: int = 1
+    compiled: bool = False
     file: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -196,6 +198,9 @@ class State:
         ranks: Ranks,
     ) -> None:
         self.model, self.text, self.bits, self.curve = model, text, bits, curve
+        if options.compiled:
+            for layer in model.layers:
+                layer.compile(fullgraph=True)
         self.ranks, self.loss = ranks, ranks.wrapped(_Loss(model), options.device)
         matrices = [p for p in model.parameters() if p.ndim > 1]
         rest = [p for p in model.parameters() if p.ndim <= 1]
@@ -353,7 +358,11 @@ def _finish(console: Console, state: State, held_out: Tensor, options: Options, 
     console.print(f"Held-out bytes: {state.curve[-1][1]:.3f} bits a byte.")
     draw = torch.Generator(options.device).manual_seed(options.seed)
     prompt = held_out[None, : min(64, options.seq_len)].long().to(options.device)
-    sample = state.model.generate(prompt, SAMPLE_BYTES, temperature=0.8, generator=draw)[0].tolist()
+    model = state.model
+    if options.compiled:  # for one length; those of a growing cache are others
+        model = LongNetLM(options.model).to(options.device).eval()
+        model.load_state_dict(state.model.state_dict())
+    sample = model.generate(prompt, SAMPLE_BYTES, temperature=0.8, generator=draw)[0].tolist()
     written_by_it = bytes(sample).decode("utf-8", errors="replace")
     console.print(escaped(written_by_it), markup=False, soft_wrap=True)
     written = [MODEL, CHECKPOINT, *logs]
