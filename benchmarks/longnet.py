@@ -3,6 +3,7 @@
     python benchmarks/longnet.py                            # on an H200; options: harness.py
     python benchmarks/longnet.py --tokens 32768 262144      # some lengths
     python benchmarks/longnet.py --only compiled            # each layer by torch.compile; compiling takes a minute
+    python benchmarks/longnet.py --profile step.json        # a Chrome trace of the first step, and where its time went
 
 step      `LongNetLM(LongNetConfig())`, the paper's base model, beside the same with dilations that are powers of two:
           forward, backward and AdamW, one sequence a step, bfloat16 autocast. Beyond 32,768 tokens with checkpoints
@@ -22,6 +23,7 @@ import argparse
 import gc
 import statistics
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,6 +34,7 @@ from dilated_attention_pytorch.cli.utilization import Products, matmul_rate
 from dilated_attention_pytorch.memory import measure_peak
 from dilated_attention_pytorch.testing.timing import seconds
 from harness import Benchmark, Job, Record, norm, run
+from profiles import profiled
 
 TOKENS = (32768, 262144, 1048576)
 PLAIN = 32768  # so many tokens at the most are trained without checkpoints
@@ -94,6 +97,9 @@ def timed(job: Job, model: LongNetLM, ids: Tensor) -> tuple[list[float], int]:
     with measure_peak(job.device) as peak:
         loss = step()
     times = [seconds(step, job.device) for _ in range(job.args.steps)]
+    if job.args.profile:
+        profiled(job, step, job.args.profile)
+        job.args.profile = None
     assert bool(torch.isfinite(loss))
     return times, peak.peak_bytes
 
@@ -132,15 +138,19 @@ def measured(job: Job, cases: list[tuple[str, int, bool]]) -> Record:
 
 def step(job: Job) -> Record:
     first, *more = lengths(job)
-    return measured(job, [(name, first, False) for name in BRANCHES] + [("paper", tokens, False) for tokens in more])
+    names = job.args.branches or list(BRANCHES)
+    return measured(job, [(name, first, False) for name in names] + [(names[0], tokens, False) for tokens in more])
 
 
 def compiled(job: Job) -> Record:
-    return measured(job, [("paper", lengths(job)[0], way) for way in (False, True)])
+    name = (job.args.branches or list(BRANCHES))[0]
+    return measured(job, [(name, lengths(job)[0], way) for way in (False, True)])
 
 
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=int, nargs="+", help=f"of a step; {', '.join(map(str, TOKENS))}")
+    parser.add_argument("--branches", choices=BRANCHES, nargs="+", help=f"{', '.join(BRANCHES)}; all by default")
+    parser.add_argument("--profile", type=Path, help="write a Chrome trace of the first model's step there")
     parser.add_argument("--steps", type=int, default=3, help="that are timed")
 
 

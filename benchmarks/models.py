@@ -19,17 +19,14 @@ Before a section is timed, ours is compared with the same model on SDPA under a 
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 from transformers import AttentionInterface, AttentionMaskInterface, LlamaConfig, LlamaForCausalLM, StaticCache
 
 from dilated_attention_pytorch import GlobalTokens, SlidingWindow
@@ -37,6 +34,7 @@ from dilated_attention_pytorch.integrations.huggingface import register
 from dilated_attention_pytorch.memory import measure_peak
 from dilated_attention_pytorch.testing.timing import interleave
 from harness import Benchmark, Job, Record, run
+from profiles import profiled
 
 WINDOW, SINKS = (2047, 31), (64, 4)  # of the pattern, and of that of a tiny model
 CONTENDERS = {"ours": "benchmark_pattern", "sdpa": "sdpa", "flex": "flex_attention"}
@@ -228,36 +226,8 @@ def training(job: Job) -> Record:
         times = timed(job, runs, 2 if job.quick else 5)
         rows.append(row_of(job, tokens, times, {name: peak(job, call) for name, call in runs.items()}))
     if job.args.profile:
-        profiled(job, partial(step, CONTENDERS["ours"]))
+        profiled(job, partial(step, CONTENDERS["ours"]), job.args.profile)
     return {"rows": rows}
-
-
-KINDS = {
-    "attention": ("forward_kernel", "backward_kernel", "dq_kernel", "dkv_kernel", "rows_kernel", "flash", "attention"),
-    "matrices": ("gemm", "cutlass", "nvjet", "addmm", "aten::mm", "aten::linear"),
-}
-
-
-def profiled(job: Job, step: Callable[[], object]) -> None:
-    """Where the time of a step goes, as a Chrome trace and as a line."""
-    on_gpu = job.device == "cuda"
-    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu
-    began = perf_counter()
-    with profile(activities=activities) as seen:
-        step()
-        if on_gpu:
-            torch.cuda.synchronize()
-    whole = 1e6 * (perf_counter() - began)
-    seen.export_chrome_trace(str(job.args.profile))
-    spent = dict.fromkeys((*KINDS, "other"), 0.0)
-    for event in seen.key_averages():
-        took = event.self_device_time_total if on_gpu else event.self_cpu_time_total
-        kind = next((k for k, words in KINDS.items() if any(w in event.key.lower() for w in words)), "other")
-        spent[kind] += took
-    shares = {name: took / whole for name, took in spent.items()}
-    shares["nothing on the device" if on_gpu else "unaccounted"] = max(0.0, 1 - sum(shares.values()))
-    job.say("a step: " + ", ".join(f"{name} {share:.0%}" for name, share in shares.items()))
-    job.say(json.dumps(shares))
 
 
 def options(parser: argparse.ArgumentParser) -> None:
