@@ -12,7 +12,6 @@ tiny: a run there shows that the script works, and nothing else.
 prefill     time to the first token, and the peak of memory.
 generation  time a token over a cache that is full; with CUDA graphs too (a static cache, `mode="reduce-overhead"`).
 training    forward, backward and no optimizer; gradient checkpointing.
-longnet     `LongNetLM(LongNetConfig())`, the paper's base model: a training step, with the share of the matmul rate.
 
 Before a section is timed, ours is compared with the same model on SDPA under a dense mask of the pattern.
 """
@@ -20,30 +19,26 @@ Before a section is timed, ours is compared with the same model on SDPA under a 
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 from transformers import AttentionInterface, AttentionMaskInterface, LlamaConfig, LlamaForCausalLM, StaticCache
 
-from dilated_attention_pytorch import GlobalTokens, LongNetConfig, LongNetLM, SlidingWindow
-from dilated_attention_pytorch.cli.utilization import flops_of_token, matmul_rate
+from dilated_attention_pytorch import GlobalTokens, SlidingWindow
 from dilated_attention_pytorch.integrations.huggingface import register
 from dilated_attention_pytorch.memory import measure_peak
 from dilated_attention_pytorch.testing.timing import interleave
 from harness import Benchmark, Job, Record, run
+from profiles import profiled
 
 WINDOW, SINKS = (2047, 31), (64, 4)  # of the pattern, and of that of a tiny model
 CONTENDERS = {"ours": "benchmark_pattern", "sdpa": "sdpa", "flex": "flex_attention"}
 TOKENS = {"prefill": (8192, 32768, 131072), "generation": (32768, 131072), "training": (8192, 65536)}
-LONGNET_TOKENS = (32768, 262144, 1048576)
 DENSE_MASK = "benchmark_dense_mask"
 
 
@@ -231,73 +226,8 @@ def training(job: Job) -> Record:
         times = timed(job, runs, 2 if job.quick else 5)
         rows.append(row_of(job, tokens, times, {name: peak(job, call) for name, call in runs.items()}))
     if job.args.profile:
-        profiled(job, partial(step, CONTENDERS["ours"]))
+        profiled(job, partial(step, CONTENDERS["ours"]), job.args.profile)
     return {"rows": rows}
-
-
-def longnet(job: Job) -> Record:
-    """The paper's base model; beyond 32K tokens with checkpoints that keep attention."""
-    tiny, rows = is_tiny(job), []
-    small = {"dim": 32, "num_layers": 2, "num_heads": 2, "segment_lengths": (32, 64), "dilation_rates": (1, 2)}
-    rate = matmul_rate(job.device)
-    for tokens in (128, 256) if tiny else LONGNET_TOKENS:
-        torch.manual_seed(0)
-        checkpointing = "attention" if tokens > 32768 else False
-        config = LongNetConfig(**(small if tiny else {}), checkpointing=checkpointing)
-        model = LongNetLM(config).to(job.device)
-        ids = torch.randint(config.vocab_size, (1, tokens + 1), device=job.device)
-        _check_longnet(job, model, ids[:, :257])
-
-        def step(model: LongNetLM = model, ids: Tensor = ids) -> None:
-            with torch.autocast(job.device, dtype=torch.bfloat16, enabled=job.device == "cuda"):
-                loss = model.loss(ids[:, :-1], ids[:, 1:])
-            loss.backward()
-            model.zero_grad()
-
-        times = timed(job, {"ours": step}, 2 if job.quick else 5)
-        row = row_of(job, tokens, times, {"ours": peak(job, step)})
-        row["tokens_per_second"] = tokens / times["ours"]
-        row["share_of_matmul_rate"] = flops_of_token(model, tokens) * row["tokens_per_second"] / rate
-        rows.append(row)
-    return {"matmul_flops": rate, "rows": rows}
-
-
-def _check_longnet(job: Job, model: LongNetLM, ids: Tensor) -> None:
-    """The loss against that of the reference in float64."""
-    exact = LongNetLM(LongNetConfig(**{**vars(model.config), "backend": "reference"})).to(job.device).double()
-    exact.load_state_dict({name: x.double() for name, x in model.state_dict().items()})
-    with torch.no_grad():
-        losses = [each.loss(ids[:, :-1], ids[:, 1:]) for each in (model, exact)]
-    error = float((losses[0] - losses[1]).abs() / losses[1])
-    job.gate.accept(f"a loss of {ids.shape[1] - 1} tokens", "ours", "float64", error, 1e-4)
-
-
-KINDS = {
-    "attention": ("forward_kernel", "backward_kernel", "dq_kernel", "dkv_kernel", "rows_kernel", "flash", "attention"),
-    "matrices": ("gemm", "cutlass", "nvjet", "addmm", "aten::mm", "aten::linear"),
-}
-
-
-def profiled(job: Job, step: Callable[[], object]) -> None:
-    """Where the time of a step goes, as a Chrome trace and as a line."""
-    on_gpu = job.device == "cuda"
-    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu
-    began = perf_counter()
-    with profile(activities=activities) as seen:
-        step()
-        if on_gpu:
-            torch.cuda.synchronize()
-    whole = 1e6 * (perf_counter() - began)
-    seen.export_chrome_trace(str(job.args.profile))
-    spent = dict.fromkeys((*KINDS, "other"), 0.0)
-    for event in seen.key_averages():
-        took = event.self_device_time_total if on_gpu else event.self_cpu_time_total
-        kind = next((k for k, words in KINDS.items() if any(w in event.key.lower() for w in words)), "other")
-        spent[kind] += took
-    shares = {name: took / whole for name, took in spent.items()}
-    shares["nothing on the device" if on_gpu else "unaccounted"] = max(0.0, 1 - sum(shares.values()))
-    job.say("a step: " + ", ".join(f"{name} {share:.0%}" for name, share in shares.items()))
-    job.say(json.dumps(shares))
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -307,7 +237,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 BENCHMARK = Benchmark(
     name="models",
     about=__doc__,
-    sections={"prefill": prefill, "generation": generation, "training": training, "longnet": longnet},
+    sections={"prefill": prefill, "generation": generation, "training": training},
     devices=("cpu", "cuda"),
     options=options,
 )

@@ -423,6 +423,21 @@ def neighborhoods_video(section: Section) -> Table:
     return head, rows
 
 
+# --- longnet ---------------------------------------------------------------------------------------------------------
+
+
+def longnet(section: Section) -> Table:
+    head = ["branches", "tokens", "a step, s", "tokens/s", "of the matmul rate", "attention's share", "peak, GB"]
+    rows = [
+        [row["branches"] + (", layers compiled" if row["compiled"] else ""), f"{row['tokens']:,}",
+         fixed(row["seconds"], 3), f"{row['tokens_per_second']:,.0f}", percent(row["share"]),
+         percent(row["attention_flops"] / (row["attention_flops"] + row["matrix_flops"])),
+         fixed(row["peak_bytes"] / 1e9, 1)]
+        for row in section["rows"]
+    ]  # fmt: skip
+    return head, rows
+
+
 TABLES: dict[str, Callable[[Section], Table]] = {
     "bitmaps_cpu.stored": bitmaps_stored,
     "bitmaps_cpu.speed": bitmaps_speed,
@@ -453,6 +468,7 @@ TABLES: dict[str, Callable[[Section], Table]] = {
             "plan": memory_plan, "pool": memory_pool, "buffers": memory_buffers, "seeds": memory_seeds,
         }.items()
     },
+    **{f"longnet_{device}.{section}": longnet for device in ("cpu", "cuda") for section in ("step", "compiled")},
     **{
         f"neighborhoods_{device}.{section}": table
         for device in ("cpu", "cuda")

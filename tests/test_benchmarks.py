@@ -241,6 +241,7 @@ SCRIPTS = (
     "dilated",
     "gpu",
     "host",
+    "longnet",
     "memory",
     "models",
     "neighborhoods",
@@ -272,7 +273,7 @@ def test_every_script_has_the_same_options(script, harness, monkeypatch):
 
 
 def test_every_script_is_tried():
-    others = {"cases", "docs_tables", "gpu_kernels", "harness", "plots", "tables", "values"}
+    others = {"cases", "docs_tables", "gpu_kernels", "harness", "plots", "profiles", "tables", "values"}
     assert {path.stem for path in BENCHMARKS.glob("*.py")} - others == set(SCRIPTS)
 
 

@@ -13,7 +13,7 @@ from ..layout.checks import check_device
 from ..options import CallOptions, OptionKeywords
 from ..patterns import Branches, Pattern, PerHead, SparsePatternConfig
 from ..patterns.base import constant_in_graphs, shown
-from .bias import bias_of_call
+from .bias import Shard, bias_of_call
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 DEFAULT_BLOCK_SIZE = 128
@@ -129,7 +129,7 @@ def check_softcap(softcap: float | None) -> float:
     return float(softcap)
 
 
-def check_options(q: Tensor, k: Tensor, **keywords: Unpack[OptionKeywords]) -> CallOptions:
+def check_options(q: Tensor, k: Tensor, shard: Shard | None = None, **keywords: Unpack[OptionKeywords]) -> CallOptions:
     """The options of a call, all checked. The seed of dropout is still to be drawn."""
     unknown = sorted(set(keywords) - set(OptionKeywords.__annotations__))
     if unknown:
@@ -148,7 +148,7 @@ def check_options(q: Tensor, k: Tensor, **keywords: Unpack[OptionKeywords]) -> C
         dropout_p=check_dropout(keywords.get("dropout_p", 0.0)),
         softcap=check_softcap(keywords.get("softcap")),
         sinks=sinks,
-        bias=bias_of_call(keywords.get("bias"), slopes, q, k),
+        bias=bias_of_call(keywords.get("bias"), slopes, q, k, shard),
     )
 
 
