@@ -69,6 +69,7 @@ def from_pattern(
         num_heads=len(heads) if len(heads) > 1 else None,
         rules=send((found.rules,), device)[0],
         documents=documents,
+        ranges_ascend=True,  # as those of patterns do
         branches=torch.empty_like(NO_BRANCHES, device=device),
         bitmaps=found.bitmaps,
         evaluated=found.evaluated,
