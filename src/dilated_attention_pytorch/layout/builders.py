@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from ..patterns.tokens import EVERYTHING, Interval
 from . import build
 from .bitmaps import NO_BITMAPS, UniqueBitmaps
 from .checks import block_pair, check_device, check_mask, check_rows, check_sizes
+from .closed_form import is_closed, lists_of, most_blocks, tables_of
 from .lists import HOST, BlockList, send
 from .pairs import find_pairs
 from .ranges import bounds_of
@@ -59,7 +60,10 @@ def from_pattern(
             position = tokens_of(query_blocks, blocks[0], seq_q).int() + (seq_k - seq_q)
         bounds = [bounds_of(each, position) for each in ranges]
         documents = bounds[0] if len(bounds) == 1 else torch.cat(bounds)
-    found = _find_lists(heads, terms_of_head, lengths, blocks, device, query_blocks)
+    if query_blocks is None and is_closed(terms_of_head.values(), device):
+        found = _closed_lists(heads, terms_of_head, documents, lengths, blocks)
+    else:
+        found = _find_lists(heads, terms_of_head, lengths, blocks, device, query_blocks)
     layout = cls(
         seq_q=seq_q if query_blocks is None else num_tokens(query_blocks, blocks[0], seq_q),
         seq_k=seq_k,
@@ -76,6 +80,7 @@ def from_pattern(
         kind=kind_of(pattern, (seq_q, seq_k)) if query_blocks is None else None,
         checked=True,
     )
+    layout._derived.update(found.derived)
     return layout if query_blocks is None else renumbered(layout, query_blocks, seq_q, None, seq_k)
 
 
@@ -99,12 +104,31 @@ def check_pattern(
 
 
 class _Lists(NamedTuple):
-    """The lists of all heads one after the other, the table of their rules, on the host, and their bitmaps."""
+    """The lists of all heads one after the other, the table of their rules and their bitmaps, and what was derived from
+    these already."""
 
     by_query: BlockList
     rules: Tensor
     bitmaps: Tensor
-    evaluated: int
+    evaluated: int = 0
+    derived: Mapping[str, Any] = {}
+
+
+def _closed_lists(
+    heads: Sequence[Pattern],
+    terms_of_head: Mapping[Pattern, list[Term]],
+    documents: Tensor,
+    lengths: tuple[int, int],
+    blocks: tuple[int, int],
+) -> _Lists:
+    places = {head: i for i, head in enumerate(terms_of_head)}
+    intervals = tuple(tuple(term.interval for term in terms) for terms in terms_of_head.values())
+    tables = tables_of(intervals, tuple(places[head] for head in heads), documents.device)
+    most = {head: most_blocks(terms, lengths, blocks) for head, terms in terms_of_head.items()}
+    capacity = sum(most[head] for head in heads)
+    by_query, work, form = lists_of(tables, documents, lengths, blocks, capacity)
+    bitmaps = torch.empty_like(NO_BITMAPS, device=documents.device)
+    return _Lists(by_query, tables.rules, bitmaps, derived={"query_work": work, "closed_form": form})
 
 
 def _find_lists(

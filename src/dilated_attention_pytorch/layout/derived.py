@@ -23,6 +23,10 @@ SORTED_AT_ONCE = 1 << 20
 
 def by_key(layout: BlockLayout) -> BlockList:
     """See `BlockLayout.by_key`."""
+    form = layout._derived.pop("closed_form", None)
+    if form is not None:
+        lists, layout._derived["key_work"] = form.by_key(layout.num_k_blocks)
+        return lists
     query_block = layout.by_query.row_of_entry()
     partial = layout.by_query.is_partial(query_block)
     num_rows = layout.num_lists * layout.num_k_blocks
