@@ -41,7 +41,7 @@ def recorded(monkeypatch, compiled):
     sent = []
     for name in KERNELS:
         monkeypatch.setattr(launch, name, compiled(getattr(launch, name), sent))
-    monkeypatch.setattr(launcher, "_bound", {})
+    monkeypatch.setattr(launcher, "_compiled", {})
     return sent
 
 
