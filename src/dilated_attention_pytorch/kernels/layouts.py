@@ -214,11 +214,11 @@ def fill_kernel(
             fills = (column[:, None] >= first_full[None, :]) & (column[:, None] < after_full[None, :])
             full = (tl.max(fills.to(tl.int32), 1) > 0) & here
             partial = here & (full == 0)
-            at = tl.where(full, start + tl.cumsum(full.to(tl.int32), 0), split + tl.cumsum(partial.to(tl.int32), 0)) - 1
-            tl.store(indices + at, column, mask=here)
+            to = tl.where(full, start + tl.cumsum(full.to(tl.int32), 0), split + tl.cumsum(partial.to(tl.int32), 0)) - 1
+            tl.store(indices + to, column, mask=here)
             if HAS_RULE_IDS:
                 bits = tl.sum(touches.to(tl.int32) << term[None, :], 1)
-                tl.store(rule_ids + at, tl.where(full, tl.maximum(base, 0), base + bits), mask=here)
+                tl.store(rule_ids + to, tl.where(full, tl.maximum(base, 0), base + bits), mask=here)
             start += tl.sum(full.to(tl.int32), 0)
             split += tl.sum(partial.to(tl.int32), 0)
         reached = tl.where(run < NONE, end, reached)
