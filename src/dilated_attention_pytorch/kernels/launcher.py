@@ -93,6 +93,7 @@ class Launched(NamedTuple):
 # Where kernels are compiled ahead: whether a launch is to be left out (`kernels.ahead`).
 keep_back: Callable[[Any, Sequence[Any], tuple[Any, ...], dict[str, Any]], bool] | None = None
 
+
 class Compiled(NamedTuple):
     """What Triton compiled for launches that share all it looks at, with the constants among their arguments."""
 

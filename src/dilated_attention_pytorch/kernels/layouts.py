@@ -159,7 +159,8 @@ def column_spans_kernel(row_spans, spans, counts, near, num_terms, num_rows, num
 
 @triton.jit(do_not_specialize=NUMBERS)
 def fill_kernel(
-    spans, counts, near, bases, offsets, splits, indices, rule_ids, work, num_terms, num_rows, HAS_RULE_IDS: tl.constexpr
+    spans, counts, near, bases, offsets, splits, indices, rule_ids, work, num_terms, num_rows,
+    HAS_RULE_IDS: tl.constexpr,
 ):  # fmt: skip
     """One row of a list: its offset, its place in the order of work, and its blocks."""
     which, row = tl.program_id(0) // num_rows, tl.program_id(0) % num_rows

@@ -1,4 +1,4 @@
-"""Layouts of token rules on a GPU: which patterns are intervals and nothing else, and how many blocks they have at most.
+"""Layouts of token rules on a GPU, where every term is an interval of keys: their tables, and room for their blocks.
 
 The lists of such a pattern are made by `kernels.layouts`, in a few launches and without a wait: how many blocks there
 are is known to the device alone, so `indices` have room for as many as there can be. `layout.build` makes the same
@@ -7,7 +7,7 @@ lists, for every pattern and device.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import singledispatch
 from importlib.util import find_spec
@@ -20,10 +20,10 @@ from ..patterns import Chunks, Documents, KeyRanges, RangePattern
 from ..patterns.blocks import ceil_div
 from ..patterns.ranges import KeysBetween, QueriesBetween
 from ..patterns.tokens import Interval
-from .eager import plain_cache
+from .eager import is_plain_eager, plain_cache
 from .lists import HOST, BlockList, send
 from .rules import NOTHING
-from .terms import MAX_INTERVALS, Term, rule_table
+from .terms import Term, rule_table
 
 DEVICES = ("cuda",)  # where it is quicker than `layout.build`
 HAVE_KERNELS = find_spec("triton") is not None and torch.version.hip is None
@@ -37,23 +37,15 @@ class Tables(NamedTuple):
     bases: Tensor | None  # int32 [lists], the first rule of each list; None where there is one rule
 
 
-def is_closed(of_heads: Iterable[Sequence[Term]], device: torch.device) -> bool:
-    """Whether the lists of all heads can be made in closed form there."""
-    usual = device.type in DEVICES and HAVE_KERNELS
-    return usual and all(
-        len(terms) <= MAX_INTERVALS and all(map(_is_interval, terms)) for terms in of_heads
-    )  # fmt: skip
-
-
-def _is_interval(term: Term) -> bool:
-    """Whether the rows that see something are neighbours, and the columns that they see too."""
-    gaps = any(isinstance(rule, KeyRanges) and any(map(int.__ge__, rule.starts, rule.stops)) for rule in term.ranges)
-    return not (term.rules or term.grids or term.may_skip or gaps)
+def can_build(device: torch.device) -> bool:
+    """Whether the kernels may run there now: not for a graph, whose tensors have no numbers yet."""
+    usual = device.type in DEVICES and HAVE_KERNELS and is_plain_eager()
+    return usual and not (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
 
 
 @plain_cache(256, "tables of terms, by their intervals")
 def tables_of(different: tuple[tuple[Interval, ...], ...], of_head: tuple[int, ...], device: torch.device) -> Tables:
-    """Of different heads, and which of them each head is. They are the same for all lengths."""
+    """Of the intervals of different heads, and which of these each head has. They are the same for all lengths."""
     width, rules, first_rule = max(map(len, different)), list[list[Interval]](), list[int]()
     for intervals in different:
         first_rule.append(len(rules))
@@ -184,5 +176,3 @@ def _(rule: QueriesBetween, lengths: tuple[int, int], blocks: tuple[int, int]) -
     behind = lengths[1] - lengths[0]
     rows = ceil_div(min(rule.stop - behind, lengths[0]), blocks[0]) - max(0, rule.start - behind) // blocks[0]
     return max(0, rows) * ceil_div(lengths[1], blocks[1])
-
-

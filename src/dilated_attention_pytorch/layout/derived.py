@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..patterns.tokens import UNBOUNDED, Interval
 from . import build
+from .closed_form import can_build
 from .eager import is_plain
 from .lists import BlockList
 from .rules import NO_DOCUMENTS, NOTHING
@@ -23,9 +24,11 @@ SORTED_AT_ONCE = 1 << 20
 
 def by_key(layout: BlockLayout) -> BlockList:
     """See `BlockLayout.by_key`."""
-    form = layout._derived.pop("closed_form", None)
-    if form is not None:
-        lists, layout._derived["key_work"] = form.by_key(layout.num_k_blocks)
+    form = layout._derived.get("closed_form")
+    if form is not None and can_build(layout.device):
+        lists, work = form.by_key(layout.num_k_blocks)
+        layout._derived.setdefault("key_work", work)
+        layout._derived.pop("closed_form", None)
         return lists
     query_block = layout.by_query.row_of_entry()
     partial = layout.by_query.is_partial(query_block)

@@ -230,8 +230,9 @@ class BlockLayout:
 
     @property
     def key_work(self) -> Tensor:
-        """The same of the lists by key."""
-        return self._derive("key_work", lambda: self.by_key.work(self.num_lists, self.num_residues))
+        """The same of the lists by key, which may come with it."""
+        lists = self.by_key
+        return self._derive("key_work", lambda: lists.work(self.num_lists, self.num_residues))
 
     @property
     def seen_by(self) -> Tensor:
