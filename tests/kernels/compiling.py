@@ -151,6 +151,7 @@ HOPPER_CALLS = {
     "large tiles": {"head_dim": 128, "dtype": torch.bfloat16},
     "narrow keys": {"head_dim": 64, "dtype": torch.bfloat16, "block": (128, 64)},
     "masks": {"head_dim": 64, "dtype": torch.bfloat16, "masks": True},
+    "documents": {"head_dim": 128, "dtype": torch.bfloat16, "documents": True},
     "shaped": {"head_dim": 64, "dtype": torch.bfloat16, "shaped": True},
     "dropped": {"head_dim": 64, "dtype": torch.bfloat16, "shaped": True, "dropout_p": 0.6},
     "dropped, large tiles": {"head_dim": 128, "dtype": torch.bfloat16, "shaped": True, "dropout_p": 0.1},
@@ -166,12 +167,14 @@ def every_bias(heads, seq, shared):
 
 def launches_of(
     capability, *, head_dim, dtype, head_dim_v=None, block=128, heads_kv=2, everything=False, masks=False, shaped=False,
-    dropout_p=0.0, segments=None, bitmaps=False, biased=False,
+    dropout_p=0.0, segments=None, bitmaps=False, biased=False, documents=False,
 ):  # fmt: skip
     """What forward and backward of a call launch."""
     seq, heads = 512, 4
     pattern = SlidingWindow(100, 0)
     extras = CallOptions(head_dim**-0.5)
+    if documents:
+        pattern = SlidingWindow(None, 0) & Documents((100, 412))
     if masks:
         pattern = (SlidingWindow(200, 0) | GlobalTokens(3)) & Documents((100, 412))
         extras = CallOptions(head_dim**-0.5, key_padding_mask=torch.zeros(1, seq, dtype=torch.bool))

@@ -22,6 +22,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
 from .common import (
+    BY_KEY,
     add_pair_multiplicity,
     apply_score_mods,
     dropout_keeps,
@@ -159,7 +160,8 @@ def _compute_dkv(
     HAS_CALL_MASK: gl.constexpr = masks.PADDING or masks.DOCUMENT_IDS
     HAS_SCORE_MODS: gl.constexpr = mods.SOFTCAP or mods.ALIBI
     # A key is seen by `reach` queries after `first` too, whatever the block.
-    BOUNDED: gl.constexpr = masks.ONE_INTERVAL and not (masks.HAS_RULE_IDS or masks.DOCUMENTS or HAS_CALL_MASK)
+    BY_QUERY: gl.constexpr = masks.DOCUMENTS and masks.DOCUMENTS != BY_KEY
+    BOUNDED: gl.constexpr = masks.ONE_INTERVAL and not (masks.HAS_RULE_IDS or BY_QUERY or HAS_CALL_MASK)
     dtype: gl.constexpr = rings.own_b.dtype
     heads_kv = lists.heads // lists.group
     key_lane = gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
@@ -172,7 +174,9 @@ def _compute_dkv(
         key = gl.expand_dims(lists.token(tile.row + WHO * ROWS + key_lane, tile.residue), 1)
         first, reach = key, key
         if BOUNDED:
-            first, last = query_bounds(key, masks.rules, masks.seq_q, masks.seq_k)
+            first, last = query_bounds(
+                key, masks.rules, masks.documents, masks.seq_q, masks.seq_k, masks.DOCUMENTS
+            )  # fmt: skip
             first, reach = reaching(first, last)
         origin, key_hash = lists.token(tile.row, tile.residue) - (masks.seq_k - masks.seq_q), key
         if mods.DROPOUT:

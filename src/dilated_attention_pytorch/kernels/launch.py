@@ -21,7 +21,7 @@ from ..options import CallOptions
 from . import launcher
 from .backward import dkv_kernel, dq_kernel, rows_kernel
 from .bias_arguments import BiasArguments, BiasSums, NoSums
-from .common import cap_kind
+from .common import BY_KEY, cap_kind
 from .configs import (
     FEW_ROWS,
     HOPPER_BACKWARD,
@@ -335,15 +335,24 @@ class Call:
         inputs = (self.q, self.k, self.v, do)
         described = self._described(inputs, (of_q, of_k, of_k, of_q))
         described.append(hopper_common.describe_rows(of_rows[0], stream))
+        masks, flags = self._masks_by_key() if of_keys else (self.masks, self._hopper_flags())
         for programs, schedule in self._schedules(num_blocks, tiles, heads):
             self._launch(
                 hopper_backward.backward_kernel, (programs,),
-                (*described, *of_rows[1:], dq, dk, dv, *lists.tensors(), work, *self.masks, self.slopes),
+                (*described, *of_rows[1:], dq, dk, dv, *lists.tensors(), work, *masks, self.slopes),
                 (self.batch, *self.sizes, num_blocks, *self.list_sizes, *schedule, walked // layout.num_residues,
                  *(x.stride(1) for x in inputs), self.exp_scale, self.scale, self.cap, *self.dropout),
-                **self._hopper_flags(), STREAM=stream, NUM_STAGES=num_stages, OWN_LISTS=self.own_lists, OF_KEYS=of_keys,
+                **flags, STREAM=stream, NUM_STAGES=num_stages, OWN_LISTS=self.own_lists, OF_KEYS=of_keys,
                 num_warps=4, maxnreg=168,
             )  # fmt: skip
+
+    def _masks_by_key(self) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+        """The masks and flags of a kernel whose rows are keys: where each has one run of queries, documents by key."""
+        flags, (rules, _, *others) = self._hopper_flags(), self.masks
+        bounded = flags["ONE_INTERVAL"] and not (flags["HAS_RULE_IDS"] or flags["PADDING"] or flags["DOCUMENT_IDS"])
+        if not bounded or not self.layout.seen_by.numel():
+            return self.masks, flags
+        return (rules, self.layout.seen_by, *others), flags | {"DOCUMENTS": BY_KEY.value}
 
     def _schedules(self, rows: int, tiles: int, heads: int) -> tuple[tuple[int, TileSchedule], ...]:
         """Of rows of so many tiles each."""

@@ -93,8 +93,23 @@ class Launched(NamedTuple):
 # Where kernels are compiled ahead: whether a launch is to be left out (`kernels.ahead`).
 keep_back: Callable[[Any, Sequence[Any], tuple[Any, ...], dict[str, Any]], bool] | None = None
 
-_bound: dict[tuple[Any, ...], Bound] = {}
-register_container(_bound, "kernels.launcher._bound", "compiled kernels, ready to be launched", bound=MOST)
+
+class Compiled(NamedTuple):
+    """What Triton compiled for launches that share all it looks at, with the constants among their arguments."""
+
+    compiled: Any
+    constants: tuple[Any, ...]
+    direct: Direct | None
+
+    def bound(self, grid: tuple[int, ...], numbers: tuple[Any, ...]) -> Bound:
+        direct = self.direct
+        if direct is not None and direct.head[:3] != grid:
+            direct = direct._replace(head=(*grid, *direct.head[3:]))
+        return Bound(self.compiled[grid], (*numbers, *self.constants), direct)
+
+
+_compiled: dict[tuple[Any, ...], Compiled] = {}
+register_container(_compiled, "kernels.launcher._compiled", "compiled kernels, ready to be launched", bound=MOST)
 
 
 def launch(
@@ -103,8 +118,7 @@ def launch(
     """`kernel[grid](*data, *numbers, **constants)`, with a fraction of the work on the host from the second time on.
 
     A kernel's parameters come in this order. Triton compiles by the type of a pointer and its alignment, by the kind of
-    copy that a descriptor describes, and by the numbers: launches that share these share what it compiled. (A number of
-    one place has one type: 1 and 1.0 are the same here, and not to Triton.)
+    copy that a descriptor describes, and by the kinds of the numbers: launches that share these share what it compiled.
 
     Args:
         data: tensors and tensor descriptors, last a tensor, which says on which device.
@@ -116,9 +130,12 @@ def launch(
     if device.type == "cuda" and device.index != torch.cuda.current_device():  # Triton launches on the current one
         with torch.cuda.device(device):
             return launch(kernel, grid, data, numbers, **constants)
-    key = kernel, device, grid, numbers, tuple(constants.values()), tuple(map(_kind, data))
-    found = _bound.get(key)
-    if found is not None:
+    whole_grid = (*grid, 1, 1)[:3]
+    kinds = tuple(map(_kind, data)), _kinds_of_numbers(kernel, len(data), numbers)
+    key = kernel, device, tuple(constants.values()), *kinds
+    known = _compiled.get(key)
+    if known is not None:
+        found = known.bound(whole_grid, numbers)
         found(data)
         return Launched(found, data)
     if keep_back is not None and keep_back(kernel, data, numbers, constants):
@@ -126,12 +143,25 @@ def launch(
     compiled = kernel[grid](*data, *numbers, **constants)
     if compiled is None:  # Triton's interpreter
         return None
-    if len(_bound) >= MOST:
-        _bound.clear()
-    rest = *numbers, *(constants[name] for name in kernel.arg_names[len(data) + len(numbers) :])
-    whole_grid = (*grid, 1, 1)[:3]
-    _bound[key] = found = Bound(compiled[whole_grid], rest, Direct.of(compiled, whole_grid))
-    return Launched(found, data)
+    if len(_compiled) >= MOST:
+        _compiled.clear()
+    rest = tuple(constants[name] for name in kernel.arg_names[len(data) + len(numbers) :])
+    _compiled[key] = known = Compiled(compiled, rest, Direct.of(compiled, whole_grid))
+    return Launched(known.bound(whole_grid, numbers), data)
+
+
+def _kinds_of_numbers(kernel: Any, start: int, numbers: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What Triton compiles by: the type of each, and where a kernel does not say otherwise whether it is 1 or a
+    multiple of 16. So another length compiles nothing, and is no new entry."""
+    parameters = getattr(kernel, "params", None)
+    if parameters is None:  # interpreted: nothing is compiled
+        return numbers
+    return tuple(
+        (type(x), -(2**31) <= x < 2**31, not parameter.do_not_specialize and (x == 1, x % 16 == 0))
+        if type(x) is not float
+        else float
+        for x, parameter in zip(numbers, parameters[start:], strict=False)
+    )
 
 
 def _kind(x: Any) -> tuple[Any, ...]:

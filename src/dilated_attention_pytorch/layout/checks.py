@@ -106,6 +106,8 @@ def check_layout(layout: BlockLayout) -> None:
     if documents.numel() and (rules[..., 4].long() * 2 > len(documents)).any():
         most = int(rules[..., 4].max())
         raise ValueError(f"rules must name ranges of documents, of which there are {len(documents) // 2}, got {most}")
+    if layout.ranges_ascend and (documents.diff(dim=1) < 0).any():
+        raise ValueError("ranges_ascend must be False where a start or stop in documents is below the one before it")
     _check_bitmaps(layout)
     if lists.rule_ids.ndim != 1:
         raise ValueError(f"rule_ids must have one dimension, got shape {list(lists.rule_ids.shape)}")

@@ -1,4 +1,4 @@
-"""What is derived from the lists of a layout on demand: the lists by key, and the causal layout."""
+"""What is derived from a layout on demand: its lists and ranges by key, the causal layout, the dense mask."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from ..patterns.tokens import UNBOUNDED, Interval
 from . import build
+from .closed_form import can_build
 from .eager import is_plain
 from .lists import BlockList
-from .rules import NOTHING
+from .rules import NO_DOCUMENTS, NOTHING
 
 if TYPE_CHECKING:
     from .layout import BlockLayout
@@ -22,6 +24,12 @@ SORTED_AT_ONCE = 1 << 20
 
 def by_key(layout: BlockLayout) -> BlockList:
     """See `BlockLayout.by_key`."""
+    form = layout._derived.get("closed_form")
+    if form is not None and can_build(layout.device):
+        lists, work = form.by_key(layout.num_k_blocks)
+        layout._derived.setdefault("key_work", work)
+        layout._derived.pop("closed_form", None)
+        return lists
     query_block = layout.by_query.row_of_entry()
     partial = layout.by_query.is_partial(query_block)
     num_rows = layout.num_lists * layout.num_k_blocks
@@ -42,6 +50,18 @@ def by_key(layout: BlockLayout) -> BlockList:
         chosen = None if rule is None else rule[here]
         pieces.append(BlockList.pack(row[here] - start, query_block[here], partial[here], chosen, stop - start))
     return BlockList.concat(pieces)
+
+
+def seen_by(layout: BlockLayout) -> Tensor:
+    """See `BlockLayout.seen_by`: queries are before a key while their stops are not above it, and behind it when their
+    starts are."""
+    if len(layout.documents) != 2 or not layout.documents.numel() or not layout.ranges_ascend:
+        return torch.empty_like(NO_DOCUMENTS, device=layout.device)
+    starts, stops = layout.documents.unbind()
+    key = torch.arange(layout.seq_k, dtype=torch.int32, device=layout.device)
+    first = torch.searchsorted(stops, key, right=True, out_int32=True)
+    behind = torch.searchsorted(starts, key, right=True, out_int32=True)
+    return torch.stack((first, behind - 1))
 
 
 def causal(layout: BlockLayout) -> BlockLayout:
@@ -81,9 +101,21 @@ def causal(layout: BlockLayout) -> BlockLayout:
         batch_size=layout.batch_size,
         rules=torch.cat((rules[..., :1], causal_right, rules[..., 2:]), dim=-1),
         documents=layout.documents,
+        ranges_ascend=layout.ranges_ascend,
         branches=layout.branches,
         bitmaps=layout.bitmaps,
         evaluated=layout.evaluated,
         kind="causal" if layout.kind == "full" else None,
         checked=True,
     )
+
+
+def dense(layout: BlockLayout) -> Tensor:
+    """`BlockLayout.to_dense`, [lists, seq_q, seq_k]."""
+    which, query_block, key_block, _ = layout.entries()
+    cells = layout.cells()
+    query, key = layout.queries_of(query_block), layout.keys_of(key_block)
+    size = layout.num_residues * max(layout.num_q_blocks * layout.block_q, layout.num_k_blocks * layout.block_k)
+    found = torch.zeros(layout.num_lists, size, size, dtype=cells.dtype, device=layout.device)
+    found[which[:, None, None], query[:, :, None], key[:, None]] = cells
+    return found[:, : layout.seq_q, : layout.seq_k]

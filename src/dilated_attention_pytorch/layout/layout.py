@@ -43,6 +43,7 @@ class BlockLayout:
         num_heads, batch_size: how many lists there are.
         rules: int32 [num_rules, intervals, 5], see `layout.rules`.
         documents: int32 [2 · ranges, seq_q], see `layout.rules`; empty without ranges of keys, such as documents.
+        ranges_ascend: whether neither starts nor stops of these ever move back from one query to the next.
         kind: "full" or "causal" where the layout is that whole pattern for its lengths, else None.
         num_residues: blocks take every `num_residues`-th token: first those of the tokens ≡ 0 modulo it, then ≡ 1, and
             so on.
@@ -62,6 +63,7 @@ class BlockLayout:
     batch_size: int | None = None
     rules: Tensor
     documents: Tensor = NO_DOCUMENTS
+    ranges_ascend: bool = False
     kind: str | None = None
     num_residues: int = 1
     branches: Tensor = NO_BRANCHES
@@ -228,15 +230,21 @@ class BlockLayout:
 
     @property
     def key_work(self) -> Tensor:
-        """The same of the lists by key."""
-        return self._derive("key_work", lambda: self.by_key.work(self.num_lists, self.num_residues))
+        """The same of the lists by key, which may come with it."""
+        lists = self.by_key
+        return self._derive("key_work", lambda: lists.work(self.num_lists, self.num_residues))
+
+    @property
+    def seen_by(self) -> Tensor:
+        """int32 [2, seq_k]: first and last query whose range holds a key, of one range that ascends; else empty."""
+        return self._derive("seen_by", lambda: derived.seen_by(self))
 
     def order(self, *, by_key: bool) -> None:
-        """Build `query_work`, and with `by_key` also `by_key` and `key_work`, unless they exist."""
+        """Build `query_work`, and with `by_key` also `by_key`, `key_work` and `seen_by`, unless they exist."""
         if "query_work" not in self._derived:
             _ = self.query_work
-        if by_key and "key_work" not in self._derived:
-            _ = self.key_work
+        if by_key and "seen_by" not in self._derived:
+            _ = self.key_work, self.seen_by
 
     def remember_call(self, key: object, value: object) -> None:
         if len(self.call_cache) >= MOST_CALLS and key not in self.call_cache:
@@ -247,7 +255,7 @@ class BlockLayout:
         """All tensors that it holds, including derived ones."""
         found = self.flatten()[0]
         for made in list(self._derived.values()):  # another thread may add to it
-            found += made.tensors() if isinstance(made, BlockList | BlockLayout) else [made]
+            found += [made] if isinstance(made, Tensor) else made.tensors()
         return found
 
     def _derive(self, name: str, make: Callable[[], T]) -> T:
@@ -363,13 +371,7 @@ class BlockLayout:
 
         For dilated attention how often each pair counts, int32.
         """
-        which, query_block, key_block, _ = self.entries()
-        cells = self.cells()
-        query, key = self.queries_of(query_block), self.keys_of(key_block)
-        size = self.num_residues * max(self.num_q_blocks * self.block_q, self.num_k_blocks * self.block_k)
-        dense = torch.zeros(self.num_lists, size, size, dtype=cells.dtype, device=self.device)
-        dense[which[:, None, None], query[:, :, None], key[:, None]] = cells
-        return dense[:, : self.seq_q, : self.seq_k].reshape(*self._list_shape, self.seq_q, self.seq_k)
+        return derived.dense(self).reshape(*self._list_shape, *self.lengths)
 
     @property
     def _list_shape(self) -> tuple[int, ...]:
@@ -403,7 +405,7 @@ class BlockLayout:
 
         Args:
             work_order: with the order of work, `query_work`;
-            by_key: and with `by_key` and `key_work` too.
+            by_key: and with `by_key`, `key_work` and `seen_by` too.
         """
         return flattening.flatten(self, work_order, by_key)
 
@@ -431,7 +433,7 @@ class BlockLayout:
     def __setstate__(self, state: dict[str, object]) -> None:
         older = {"classes": "num_residues", "uneven": "has_mixed_blocks"}  # names in files of older versions
         given = {older.get(name, name): value for name, value in state.items() if name not in ("_made", "notes")}
-        new = {"bitmaps": NO_BITMAPS.to(given["branches"].device), "evaluated": 0}  # type: ignore[attr-defined]
+        new = {"bitmaps": NO_BITMAPS.to(given["branches"].device), "evaluated": 0, "ranges_ascend": False}  # type: ignore[attr-defined]
         self.__dict__.update({"call_cache": {}, **new, **given, "_derived": {}})
 
     def _kept_text(self) -> str:

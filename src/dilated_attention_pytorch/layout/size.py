@@ -76,6 +76,11 @@ class ListSize:
         return 4 * (2 * rows + 1 + self.blocks * (2 if self.named else 1) + (4 * rows if work_order else 0))
 
     @property
+    def seen_by(self) -> int:
+        """Bytes of ranges by key, at most."""
+        return 8 * self.num_k_blocks * self.block_k if self.documents else 0
+
+    @property
     def rules(self) -> int:
         """Bytes of the tables of rules, documents and bitmaps."""
         # A rule for every set of intervals, 5 int32 an interval; 2 int32 a token.

@@ -39,7 +39,7 @@ def attention_items(request: SizeRequest, backend: ModuleType, *, training: bool
         Item("lse", "tensors", shape.lse, kept),
     ]
     if both:
-        items.append(Item("lists by key", "lists", lists.by(lists.columns, work_order=True), always))
+        items.append(Item("lists by key", "lists", lists.by(lists.columns, work_order=True) + lists.seen_by, always))
     if training:
         items += [
             Item("dout", "gradients", shape.out, ("backward",)),
