@@ -29,6 +29,7 @@ MAX_STRIDE = 1 << 20  # from token to token; those of a tile are 32-bit numbers
 POOLED_AT_ONCE = tl.constexpr(32)  # tokens
 WAVES = 2  # programs of `masses_kernel` for each processor,
 SCRATCH = 1 << 29  # and bytes that all of them may store
+HEADROOM = tl.constexpr(9.0)  # the largest term of a tile is 2⁹, so that sums of 64 are large float16 numbers
 MEAN, BOX, MOMENTS = (tl.constexpr(n) for n in range(3))
 KINDS = {"mean": MEAN, "box": BOX, "moments": MOMENTS}
 _noted: dict[Any, Any] = {}
@@ -170,12 +171,12 @@ def columns_of_tile(BLOCKS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit(
     do_not_specialize=[
-        "heads", "group", "all_heads", "seq_q", "seq_k", "num_q", "num_k", "tokens_q", "tokens_k", "tiles", "width",
+        "heads", "group", "all_heads", "seq_q", "seq_k", "num_q", "num_k", "tokens_q", "tokens_k", "tiles", "tiles_k",
     ]
 )  # fmt: skip
 def masses_kernel(
     rows, columns, masses, sums, peaks, r_b, r_h, r_t, r_p, c_b, c_h, c_t, c_p,
-    heads, group, all_heads, seq_q, seq_k, num_q, num_k, tokens_q, tokens_k, tiles, width, scale,
+    heads, group, all_heads, seq_q, seq_k, num_q, num_k, tokens_q, tokens_k, tiles, tiles_k, scale,
     D: tl.constexpr, PADDED_D: tl.constexpr, PARTS: tl.constexpr, PATCH_Q: tl.constexpr, PATCH_K: tl.constexpr,
     STEP_Q: tl.constexpr, STEP_K: tl.constexpr, FIRST_Q: tl.constexpr, TURN: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
@@ -190,12 +191,14 @@ def masses_kernel(
     """
     BLOCKS: tl.constexpr = TILE_COLUMNS // COLUMNS
     QUERY_BLOCKS: tl.constexpr = TILE_ROWS // ROWS
+    UNROLLED: tl.constexpr = 4 if ROWS > 4 else ROWS
     AT_ONCE: tl.constexpr = 4096 // QUERY_BLOCKS // BLOCKS  # tiles of columns in the second loop
     lane = tl.arange(0, TILE_ROWS)
     order = columns_of_tile(BLOCKS, COLUMNS)
     num_rows, num_columns = num_q * ROWS, num_k * COLUMNS
-    sums += tl.program_id(0).to(tl.int64) * width * TILE_ROWS
-    peaks += tl.program_id(0).to(tl.int64) * (width // BLOCKS) * TILE_ROWS
+    width = tiles_k * BLOCKS  # of a row of sums
+    sums += tl.program_id(0).to(tl.int64) * tiles_k * (BLOCKS * TILE_ROWS)
+    peaks += tl.program_id(0).to(tl.int64) * tiles_k * TILE_ROWS
     programs, total_tiles = tl.num_programs(0), all_heads * tiles
     for place in range(tl.program_id(0), total_tiles, programs):
         # The longest tiles first, forwards and backwards in turn: all programs get about as much.
@@ -250,19 +253,19 @@ def masses_kernel(
                     count = tl.maximum(tl.minimum(sees[:, None] - first_key[None, :], in_column[None, :]), 0)
                     scores = tl.where(count > 0, scores, float("-inf"))
                 new_max = tl.maximum(row_max, tl.max(scores, 1) * scale)
-                peak = tl.where(new_max == float("-inf"), 0.0, new_max)
+                peak = tl.where(new_max == float("-inf"), 0.0, new_max) - HEADROOM
                 terms = tl.exp2(scores * scale - peak[:, None])
                 if MASKED:
                     terms *= count.to(tl.float32) * (1.0 / PATCH_K)
                 of_blocks = by_block(terms, TILE_ROWS, BLOCKS, COLUMNS).to(sums.dtype.element_ty)
                 # Of what is stored, so that the masses of a row add up to 1.
-                row_sum = row_sum * tl.exp2(row_max - peak) + tl.sum(of_blocks.to(tl.float32), 1)
+                row_sum = row_sum * tl.exp2(row_max - HEADROOM - peak) + tl.sum(of_blocks.to(tl.float32), 1)
                 row_max = new_max
                 at = lane[:, None] * width + i * BLOCKS + tl.arange(0, BLOCKS)
                 tl.store(sums + at, of_blocks)
                 tl.store(peaks + i * TILE_ROWS + lane, peak)
 
-        row_lse = tl.where(row_sum == 0.0, 0.0, row_max + tl.log2(row_sum))
+        row_lse = tl.where(row_sum == 0.0, 0.0, row_max - HEADROOM + tl.log2(row_sum))
         in_block = tl.minimum(seq_q - row // ROWS * (ROWS * PATCH_Q), ROWS * PATCH_Q)
         share = in_row.to(tl.float32) / tl.maximum(in_block, 1).to(tl.float32)
         tl.debug_barrier()
@@ -279,12 +282,13 @@ def masses_kernel(
             known = which < num_tiles
             of_tile = which[:, None] * BLOCKS + tl.arange(0, BLOCKS)[None, :]
             weights = tl.zeros([QUERY_BLOCKS, AT_ONCE, BLOCKS], tl.float32)
-            for i in tl.static_range(ROWS):
-                line = tl.arange(0, QUERY_BLOCKS) * ROWS + i
-                factor = tl.load(peaks + which[None, :] * TILE_ROWS + line[:, None], mask=known[None, :], other=0.0)
-                at = sums + line[:, None, None] * width + of_tile[None, :, :]
-                value = tl.load(at, mask=known[None, :, None], other=0.0)
-                weights += value.to(tl.float32) * factor[:, :, None]
+            for some in range(0, ROWS, UNROLLED):
+                for r in tl.static_range(UNROLLED):
+                    line = tl.arange(0, QUERY_BLOCKS) * ROWS + some + r
+                    factor = tl.load(peaks + which[None, :] * TILE_ROWS + line[:, None], mask=known[None, :], other=0.0)
+                    at = sums + line[:, None, None] * width + of_tile[None, :, :]
+                    value = tl.load(at, mask=known[None, :, None], other=0.0)
+                    weights += value.to(tl.float32) * factor[:, :, None]
             there = (first_block < num_q)[:, None, None] & (of_tile < num_k)[None, :, :]
             tl.store(found + of_tile[None, :, :], weights, mask=there)
         tl.debug_barrier()  # before the next tile writes over the sums
@@ -335,7 +339,7 @@ class Pooled(NamedTuple):
                 (*q.stride()[:3], *k.stride()[:3],
                  heads, heads_kv, seq_q, seq_k, num_rows, num_columns, units_q, scale),
                 D=head_dim, PADDED_D=padded, PATCH_Q=self.patch[0], PATCH_K=self.patch[1],
-                SPREAD_Q=spread_q, SPREAD_K=spread_k, KIND=KINDS[self.kind].value, num_warps=2,
+                SPREAD_Q=spread_q, SPREAD_K=spread_k, KIND=KINDS[self.kind].value, num_warps=max(2, padded // 64),
             )  # fmt: skip
             return [pooled]
 
@@ -444,15 +448,18 @@ class _Tile(NamedTuple):
     options: dict[str, int]
 
 
-def _tile(width: int, dtype: torch.dtype, of_q: int, of_k: int) -> _Tile:
+def _tile(width: int, dtype: torch.dtype, of_q: int, of_k: int, parts: int = 1) -> _Tile:
     """Few rows are spread over many small tiles; large tiles read the columns less often."""
     wide = padded_dim(width) * dtype.itemsize > ROW_BYTES // 2
     rows = max(of_q, min(32 * of_q, 64 if wide else 128))
     columns = 128 if (rows == 128 and dtype.itemsize == 2) or of_k > 64 else 64
     if wide:
         columns = 64
+    if parts > 1:
+        return _Tile(rows, columns, {"num_warps": 8 if rows == 128 else 4, "num_stages": 3 - (dtype == torch.float32)})
     options = {"num_warps": 8, "maxnreg": 128} if rows == 128 else {"num_warps": 4}
-    options["num_stages"] = (2 if wide else 3) - (dtype == torch.float32)  # whose products take more room
+    options["num_stages"] = 2 if wide or columns == 128 else 3
+    options["num_stages"] -= dtype == torch.float32  # whose products take more room
     return _Tile(rows, columns, options)
 
 
@@ -478,11 +485,11 @@ def fused_masses(
     by = features.operands(q, k, blocks, scale)
     rows, columns = by.rows, by.columns
     of_q, of_k = blocks[0] // rows.patch, blocks[1] // columns.patch
-    tile = _tile(by.width, q.dtype, of_q, of_k)
+    tile = _tile(by.width, q.dtype, of_q, of_k, by.parts)
     of_tile = tile.columns // of_k
     tiles, tiles_k = ceil_div(num_q * of_q, tile.rows), ceil_div(num_k, of_tile)
-    # Sums are added up over the rows of a block: each may be as coarse as the products are.
-    kept = q.dtype if of_q > 1 else torch.float32
+    # Sums are added up over the rows of a block: each may be coarse, if the products are.
+    kept = torch.float16 if of_q > 1 and q.dtype.itemsize == 2 else torch.float32
     bytes_each = tiles_k * of_tile * tile.rows * kept.itemsize
     programs = min(batch * heads * tiles, WAVES * num_processors(q.device), max(1, SCRATCH // bytes_each))
     made = torch.empty(batch, heads, num_q, num_k, dtype=torch.float32, device=q.device)
@@ -494,7 +501,7 @@ def fused_masses(
         multiplied = launch(
             masses_kernel, (programs,), (rows.x, columns.x, made, sums, peaks),
             (*rows.strides, *columns.strides, heads, heads // heads_kv, batch * heads, seq_q, seq_k, num_q, num_k,
-             rows.tokens, columns.tokens, tiles, tiles_k * of_tile, by.scale * LOG2E.value),
+             rows.tokens, columns.tokens, tiles, tiles_k, by.scale * LOG2E.value),
             D=by.width, PADDED_D=padded_dim(by.width), PARTS=by.parts, PATCH_Q=rows.patch, PATCH_K=columns.patch,
             STEP_Q=rows.step, STEP_K=columns.step, FIRST_Q=rows.first, TURN=by.turn, ROWS=of_q, COLUMNS=of_k,
             TILE_ROWS=tile.rows, TILE_COLUMNS=tile.columns, CAUSAL=is_causal, WHOLE=whole, PRECISION=precision,
