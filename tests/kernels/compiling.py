@@ -76,7 +76,8 @@ def recorded(capability):
             (hopper_backward, ("backward_kernel",)),
             (decode, ("decode_kernel", "merge_kernel")),
             (select_masses, ("pool_kernel", "masses_kernel")),
-            (select_lists, ("teams_kernel", "digits_kernel", "counts_kernel", "offsets_kernel", "lists_kernel")),
+            (select_lists, ("teams_kernel", "digits_kernel", "counts_kernel", "offsets_kernel")),
+            (select_lists, ("lists_kernel", "order_kernel")),
         )
         for name in names
     ]
@@ -236,9 +237,13 @@ def launches_of_selection(capability, *, head_dim, dtype, blocks, kind="", patch
     features = select_masses.Pooled(kind, patch) if kind else features
     assert features.fits(head_dim, dtype, blocks)
     with recorded(capability) as launches:
-        masses = select_masses.fused_masses(q, k, blocks, features, is_causal=True, scale=1.0)
-        if patch == blocks and kind == "mean":
-            forced, ints = torch.empty(masses.shape[2:], dtype=torch.uint8), torch.empty(8, dtype=torch.int32)
+        num_q, num_k = (-(-1000 // block) for block in blocks)
+        forced = torch.empty(num_q, num_k, dtype=torch.uint8)
+        lists = patch == (4, 4) and blocks == (64, 16) or dtype == torch.float32
+        call = {"forced": forced} if dtype != torch.float32 else {}
+        masses = select_masses.fused_masses(q, k, blocks, features, is_causal=True, scale=1.0, **call)
+        if lists and kind == "mean":
+            ints = torch.empty(8, dtype=torch.int32)
             for team in ("row", "heads", "sample"):
                 select_lists.heaviest_blocks(masses, forced, ints, ints.long(), team, ints, 99, {})
     return launches

@@ -1,6 +1,6 @@
 """Estimated masses of blocks, in one or two launches: `ops.scores.estimated_masses`, without masks.
 
-pool_kernel     reads every token once: rows and columns of patches, as `MeanPooled`, `MinMaxBound` and `Moments` make them
+pool_kernel     reads every token once and makes the rows and columns of `MeanPooled`, `MinMaxBound` and `Moments`
 masses_kernel   multiplies rows and columns, takes a softmax along each row, and sums by block
 
 Rows and columns of `Antidiagonal` and `SampledRows` are read where queries and keys lie; those of any other scorer are
@@ -26,6 +26,7 @@ from .launcher import MOST, Launched, launch, like, repeat
 MAX_PARTS = 64  # rows of a block, which a tile must hold
 ROW_BYTES = 512  # of a row or column; with the tiles they must fit the shared memory of any GPU
 MAX_STRIDE = 1 << 20  # from token to token; those of a tile are 32-bit numbers
+FORCED = tl.constexpr(0xFFFF)
 POOLED_AT_ONCE = tl.constexpr(32)  # tokens
 WAVES = 2  # programs of `masses_kernel` for each processor,
 SCRATCH = 1 << 29  # and bytes that all of them may store
@@ -169,13 +170,22 @@ def columns_of_tile(BLOCKS: tl.constexpr, COLUMNS: tl.constexpr):
     return place
 
 
+@triton.jit
+def as_weights(masses, forced):
+    """int16 that orders blocks as their masses do, to one in 2048, if read without a sign: 6 bits of the exponent and
+    10 of the mantissa. Masses below 2⁻⁶³ are 0, forced blocks have the largest."""
+    bits = tl.minimum(masses.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0x7F000000)
+    weight = tl.minimum(tl.maximum(((bits + 0x1000) >> 13) - 0x10000, 0), FORCED - 1)
+    return tl.where(forced, FORCED, weight).to(tl.int16)
+
+
 @triton.jit(
     do_not_specialize=[
         "heads", "group", "all_heads", "seq_q", "seq_k", "num_q", "num_k", "tokens_q", "tokens_k", "tiles", "tiles_k",
     ]
 )  # fmt: skip
 def masses_kernel(
-    rows, columns, masses, sums, peaks, r_b, r_h, r_t, r_p, c_b, c_h, c_t, c_p,
+    rows, columns, masses, sums, peaks, forced, r_b, r_h, r_t, r_p, c_b, c_h, c_t, c_p,
     heads, group, all_heads, seq_q, seq_k, num_q, num_k, tokens_q, tokens_k, tiles, tiles_k, scale,
     D: tl.constexpr, PADDED_D: tl.constexpr, PARTS: tl.constexpr, PATCH_Q: tl.constexpr, PATCH_K: tl.constexpr,
     STEP_Q: tl.constexpr, STEP_K: tl.constexpr, FIRST_Q: tl.constexpr, TURN: tl.constexpr,
@@ -186,8 +196,8 @@ def masses_kernel(
 
     The first loop leaves Σ 2^(score − peak) for every (row, key block) in the program's own part of `sums`, and the
     peak of each row and tile of columns in `peaks`. A second loop divides by the sums of the rows, and adds up rows.
-    WHOLE where blocks that a row does not see are wanted as well, as zeros. A row stands for PATCH_Q queries, a column
-    for PATCH_K keys; steps and turns are those of `load_part`.
+    WHOLE where blocks that a row does not see are wanted as well, as zeros. Where masses are int16, they are stored
+    `as_weights`. A row stands for PATCH_Q queries, a column for PATCH_K keys; steps and turns are those of `load_part`.
     """
     BLOCKS: tl.constexpr = TILE_COLUMNS // COLUMNS
     QUERY_BLOCKS: tl.constexpr = TILE_ROWS // ROWS
@@ -290,6 +300,9 @@ def masses_kernel(
                     value = tl.load(at, mask=known[None, :, None], other=0.0)
                     weights += value.to(tl.float32) * factor[:, :, None]
             there = (first_block < num_q)[:, None, None] & (of_tile < num_k)[None, :, :]
+            if masses.dtype.element_ty == tl.int16:
+                at = forced + first_block.to(tl.int64)[:, None, None] * num_k + of_tile[None, :, :]
+                weights = as_weights(weights, tl.load(at, mask=there, other=0) != 0)
             tl.store(found + of_tile[None, :, :], weights, mask=there)
         tl.debug_barrier()  # before the next tile writes over the sums
 
@@ -471,13 +484,14 @@ def fused_masses(
     *,
     is_causal: bool,
     scale: float,
-    whole: bool = True,
+    forced: Tensor | None = None,
 ) -> Tensor:
     """`ops.scores.estimated_masses` of a scorer with these features, without masks.
 
     Args:
         features: `fits` must be true of them.
-        whole: whether blocks that a row does not see are wanted too, as zeros; else they hold anything.
+        forced: uint8 [query blocks, key blocks], for `select_lists`: weights are wanted, int16, in which those are the
+            heaviest; what a row does not see holds anything.
     """
     q, k = contiguous_rows(q), contiguous_rows(k)
     (batch, seq_q, heads, _), (seq_k, heads_kv) = q.shape, k.shape[1:3]
@@ -492,26 +506,27 @@ def fused_masses(
     kept = torch.float16 if of_q > 1 and q.dtype.itemsize == 2 else torch.float32
     bytes_each = tiles_k * of_tile * tile.rows * kept.itemsize
     programs = min(batch * heads * tiles, WAVES * num_processors(q.device), max(1, SCRATCH // bytes_each))
-    made = torch.empty(batch, heads, num_q, num_k, dtype=torch.float32, device=q.device)
+    made_as = torch.float32 if forced is None else torch.int16
+    made = torch.empty(batch, heads, num_q, num_k, dtype=made_as, device=q.device)
     sums = torch.empty(programs, tile.rows, tiles_k * of_tile, dtype=kept, device=q.device)
     peaks = torch.empty(programs, tiles_k, tile.rows, dtype=torch.float32, device=q.device)
 
     def do() -> list[Launched | None]:
         pooled = by.make() if by.make else []
         multiplied = launch(
-            masses_kernel, (programs,), (rows.x, columns.x, made, sums, peaks),
+            masses_kernel, (programs,), (rows.x, columns.x, made, sums, peaks, sums if forced is None else forced),
             (*rows.strides, *columns.strides, heads, heads // heads_kv, batch * heads, seq_q, seq_k, num_q, num_k,
              rows.tokens, columns.tokens, tiles, tiles_k, by.scale * LOG2E.value),
             D=by.width, PADDED_D=padded_dim(by.width), PARTS=by.parts, PATCH_Q=rows.patch, PATCH_K=columns.patch,
             STEP_Q=rows.step, STEP_K=columns.step, FIRST_Q=rows.first, TURN=by.turn, ROWS=of_q, COLUMNS=of_k,
-            TILE_ROWS=tile.rows, TILE_COLUMNS=tile.columns, CAUSAL=is_causal, WHOLE=whole, PRECISION=precision,
+            TILE_ROWS=tile.rows, TILE_COLUMNS=tile.columns, CAUSAL=is_causal, WHOLE=forced is None, PRECISION=precision,
             **tile.options,
         )  # fmt: skip
         return [*pooled, multiplied]
 
     precision = precision_of(q.dtype)
-    tensors = [*by.made_of, rows.x, columns.x, made, sums, peaks]
+    tensors = [*by.made_of, rows.x, columns.x, made, sums, peaks, *([] if forced is None else [forced])]
     kind = (Given, features.patch) if isinstance(features, Given) else features
-    key = kind, like(q), like(k), like(rows.x), like(columns.x), q.device, blocks, is_causal, scale, whole, precision
+    key = kind, like(q), like(k), like(rows.x), like(columns.x), q.device, blocks, is_causal, scale, made_as, precision
     repeat(_noted, key, tensors, (), do)
     return made

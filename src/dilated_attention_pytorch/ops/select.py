@@ -6,10 +6,10 @@
 One path: estimated masses (`ops.scores`) → a selector keeps some → a layout with a fixed number of places, however many
 were kept. Of all blocks only the masses are ever stored.
 
-On a CUDA device `kernels.select_masses` and `kernels.select_lists` compute the same in a few launches: the masses of all
-scorers (those of the table in `ops.scores` from tokens, others from their features), and the lists of `TopK` and
-`SharedBudget`. What is written here defines them, and does everything else: other selectors, key padding and documents,
-float64, calls under a trace or transform.
+On a CUDA device `kernels.select_masses` and `kernels.select_lists` compute the same in a few launches: the masses of
+all scorers (those of the table in `ops.scores` from tokens, others from their features), and the lists of `TopK` and
+`SharedBudget`. What is written here defines them, and does everything else: other selectors, key padding and
+documents, float64, calls under a trace or transform.
 """
 
 from __future__ import annotations
@@ -200,15 +200,17 @@ def _choose(
     kernels = None if masked else _kernels(q)
     listed_by_kernel = kernels is not None and type(selector) in (TopK, SharedBudget)
     fused = kernels and _features_of(kernels.masses, scorer, q, k, blocks, scale)
+    grid = grid_of(lengths, blocks, is_causal, how.sink, how.local, q.device)
     if kernels and fused:
-        whole = not listed_by_kernel  # whose rows end with what they see
-        masses = kernels.masses.fused_masses(q, k, blocks, fused, is_causal=is_causal, scale=scale, whole=whole)
+        # Weights of 16 bits where products are no finer, and lists are all that comes of them.
+        coarse = q.dtype.itemsize == 2 and listed_by_kernel and not how.per_kv_head
+        forced = _forced(grid) if coarse else None
+        masses = kernels.masses.fused_masses(q, k, blocks, fused, is_causal=is_causal, scale=scale, forced=forced)
     else:
         hidden = {"hidden": key_padding_mask, "padded": padded}
         masses = estimated_masses(q, k, scorer, blocks, is_causal=is_causal, scale=scale, **hidden)
     if how.per_kv_head:
         masses = masses.unflatten(1, (k.shape[2], -1)).mean(2)
-    grid = grid_of(lengths, blocks, is_causal, how.sink, how.local, q.device)
     if masked:
         grid = masked_grid(grid, lengths, blocks, key_padding_mask, document_ids)
         masses = masses.masked_fill(~grid.visible, 0.0)
@@ -381,7 +383,11 @@ def _team(selector: TopK | SharedBudget, grid: Grid, lists: int) -> _Team:
     if isinstance(selector, TopK):
         name = "heads" if selector.across_heads else "row"
         limits = torch.tensor(selector.counts(grid, lists), dtype=torch.int32, device=grid.ends.device)
-    return _Team(grid.forced.view(torch.uint8), grid.ends, grid.last_full, name, limits, places, {})
+    return _Team(_forced(grid), grid.ends, grid.last_full, name, limits, places, {})
+
+
+def _forced(grid: Grid) -> Tensor:
+    return grid.forced.view(torch.uint8)
 
 
 @plain_cache(64, "the token rule of selected blocks, on a device")
