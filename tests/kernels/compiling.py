@@ -239,7 +239,7 @@ def launches_of_selection(capability, *, head_dim, dtype, blocks, kind="", patch
     with recorded(capability) as launches:
         num_q, num_k = (-(-1000 // block) for block in blocks)
         forced = torch.empty(num_q, num_k, dtype=torch.uint8)
-        lists = patch == (4, 4) and blocks == (64, 16) or dtype == torch.float32
+        lists = (patch == (4, 4) and blocks == (64, 16)) or dtype == torch.float32
         call = {"forced": forced} if dtype != torch.float32 else {}
         masses = select_masses.fused_masses(q, k, blocks, features, is_causal=True, scale=1.0, **call)
         if lists and kind == "mean":
