@@ -9,6 +9,7 @@ given. Of products of rows and columns nothing is stored: a program keeps sums b
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -31,8 +32,8 @@ POOLED_AT_ONCE = tl.constexpr(32)  # tokens
 WAVES = 2  # programs of `masses_kernel` for each processor,
 SCRATCH = 1 << 29  # and bytes that all of them may store
 HEADROOM = tl.constexpr(9.0)  # the largest term of a tile is 2⁹, so that sums of 64 are large float16 numbers
-MEAN, BOX, MOMENTS = (tl.constexpr(n) for n in range(3))
-KINDS = {"mean": MEAN, "box": BOX, "moments": MOMENTS}
+MEAN, MOMENTS, BOX, ALL = (tl.constexpr(n) for n in range(4))
+KINDS = {"mean": MEAN, "box": BOX, "moments": MOMENTS, "all": ALL}
 _noted: dict[Any, Any] = {}
 register_container(_noted, "kernels.select_masses._noted", "launches of `fused_masses`, to be done again", bound=MOST)
 
@@ -41,11 +42,11 @@ register_container(_noted, "kernels.select_masses._noted", "launches of `fused_m
 def pool(
     x, out, unit, x_b, x_s, x_h, heads, seq, num_patches, scale,
     D: tl.constexpr, PADDED_D: tl.constexpr, PATCH: tl.constexpr, SPREAD: tl.constexpr, KIND: tl.constexpr,
-    QUERIES: tl.constexpr,
+    QUERIES: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Features of a few patches of one head, from their mean times `scale`. `SPREAD` lanes share a patch."""
     PATCHES: tl.constexpr = POOLED_AT_ONCE // SPREAD
-    WIDTH: tl.constexpr = PADDED_D if KIND == MEAN else 2 * PADDED_D
+    EXTREMES: tl.constexpr = KIND >= BOX and not QUERIES
     units = tl.cdiv(num_patches, PATCHES)
     head, place = unit % heads, unit // heads
     sample, first = (place // units).to(tl.int64), place % units * PATCHES
@@ -59,7 +60,7 @@ def pool(
         valid = begin + i < seq
         value = load_rows(own, begin + i, x_s, valid, D, PADDED_D).to(tl.float32)
         total += value
-        if KIND == BOX and not QUERIES:
+        if EXTREMES:
             high = tl.maximum(high, tl.where(valid[:, None], value, float("-inf")))
             low = tl.minimum(low, tl.where(valid[:, None], value, float("inf")))
     patch = first + tl.arange(0, PATCHES)
@@ -68,14 +69,15 @@ def pool(
     at = ((sample * heads + head) * num_patches + patch)[:, None] * WIDTH + tl.arange(0, PADDED_D)
     stored = (patch < num_patches)[:, None]
     one, two = mean, mean
-    if KIND == BOX:
-        if QUERIES:
-            one, two = tl.maximum(mean, 0.0), tl.minimum(mean, 0.0)
-        else:
-            one = tl.max(tl.reshape(high, PATCHES, SPREAD, PADDED_D), 1)
-            two = tl.min(tl.reshape(low, PATCHES, SPREAD, PADDED_D), 1)
-            some = (patch * PATCH < seq)[:, None]
-            one, two = tl.where(some, one, 0.0), tl.where(some, two, 0.0)
+    if EXTREMES:
+        some = (patch * PATCH < seq)[:, None]
+        one = tl.where(some, tl.max(tl.reshape(high, PATCHES, SPREAD, PADDED_D), 1), 0.0)
+        two = tl.where(some, tl.min(tl.reshape(low, PATCHES, SPREAD, PADDED_D), 1), 0.0)
+        if KIND == ALL:
+            tl.store(out + at + 2 * PADDED_D, two.to(out.dtype.element_ty), mask=stored)
+            one, two = mean, one
+    elif KIND == BOX:
+        one, two = tl.maximum(mean, 0.0), tl.minimum(mean, 0.0)
     elif KIND == MOMENTS:
         if QUERIES:
             two = mean * mean * 0.5
@@ -88,7 +90,7 @@ def pool(
                 total += tl.where(valid[:, None], away * away, 0.0)
             two = tl.sum(tl.reshape(total, PATCHES, SPREAD, PADDED_D), 1) / num_valid
     tl.store(out + at, one.to(out.dtype.element_ty), mask=stored)
-    if KIND != MEAN:
+    if WIDTH != PADDED_D:
         tl.store(out + at + PADDED_D, two.to(out.dtype.element_ty), mask=stored)
 
 
@@ -97,19 +99,19 @@ def pool_kernel(
     q, k, rows, columns, q_b, q_s, q_h, k_b, k_s, k_h,
     heads, heads_kv, seq_q, seq_k, num_rows, num_columns, units_q, scale,
     D: tl.constexpr, PADDED_D: tl.constexpr, PATCH_Q: tl.constexpr, PATCH_K: tl.constexpr,
-    SPREAD_Q: tl.constexpr, SPREAD_K: tl.constexpr, KIND: tl.constexpr,
+    SPREAD_Q: tl.constexpr, SPREAD_K: tl.constexpr, KIND: tl.constexpr, WIDTH_Q: tl.constexpr, WIDTH_K: tl.constexpr,
 ):  # fmt: skip
     """Rows from queries, times the scale, and columns from keys: [batch · heads, patches, PADDED_D or twice that]."""
     unit = tl.program_id(0)
     if unit < units_q:
         pool(
             q, rows, unit, q_b, q_s, q_h, heads, seq_q, num_rows, scale,
-            D, PADDED_D, PATCH_Q, SPREAD_Q, KIND, True,
+            D, PADDED_D, PATCH_Q, SPREAD_Q, KIND, True, WIDTH_Q,
         )  # fmt: skip
     else:
         pool(
             k, columns, unit - units_q, k_b, k_s, k_h, heads_kv, seq_k, num_columns, 1.0,
-            D, PADDED_D, PATCH_K, SPREAD_K, KIND, False,
+            D, PADDED_D, PATCH_K, SPREAD_K, KIND, False, WIDTH_K,
         )  # fmt: skip
 
 
@@ -334,28 +336,9 @@ class Pooled(NamedTuple):
         return _fits(width, dtype, blocks, self.patch)
 
     def operands(self, q: Tensor, k: Tensor, blocks: tuple[int, int], scale: float) -> Operands:
-        (batch, seq_q, heads, head_dim), (seq_k, heads_kv) = q.shape, k.shape[1:3]
-        num_rows, num_columns = (
-            ceil_div(seq, block) * (block // size)
-            for seq, block, size in zip((seq_q, seq_k), blocks, self.patch, strict=True)
-        )
-        padded = padded_dim(head_dim)
-        width = padded if self.kind == "mean" else 2 * padded
-        rows, columns = q.new_empty(batch * heads * num_rows, width), k.new_empty(batch * heads_kv * num_columns, width)
-        spread_q, spread_k = (min(max(size // 4, 1), POOLED_AT_ONCE.value) for size in self.patch)
-        units_q = batch * heads * ceil_div(num_rows * spread_q, POOLED_AT_ONCE.value)
-        units_k = batch * heads_kv * ceil_div(num_columns * spread_k, POOLED_AT_ONCE.value)
-
-        def make() -> list[Launched | None]:
-            pooled = launch(
-                pool_kernel, (units_q + units_k,), (q, k, rows, columns),
-                (*q.stride()[:3], *k.stride()[:3],
-                 heads, heads_kv, seq_q, seq_k, num_rows, num_columns, units_q, scale),
-                D=head_dim, PADDED_D=padded, PATCH_Q=self.patch[0], PATCH_K=self.patch[1],
-                SPREAD_Q=spread_q, SPREAD_K=spread_k, KIND=KINDS[self.kind].value, num_warps=max(2, padded // 64),
-            )  # fmt: skip
-            return [pooled]
-
+        heads, heads_kv = q.shape[2], k.shape[2]
+        rows, columns, make = _pooling(q, k, blocks, self.patch, self.kind, scale)
+        (_, num_rows, width), (_, num_columns, _) = rows.shape, columns.shape
         of_rows = (heads * num_rows * width, num_rows * width, width, 0)
         of_columns = (heads_kv * num_columns * width, num_columns * width, width, 0)
         return Operands(
@@ -420,6 +403,51 @@ class Given(NamedTuple):
         return Operands(*found, self.rows.shape[3], 1, 0, 1.0, None, [])
 
 
+def _pooling(
+    q: Tensor, k: Tensor, blocks: tuple[int, int], patch: tuple[int, int], kind: str, scale: float
+) -> tuple[Tensor, Tensor, Callable[[], list[Launched | None]]]:
+    """Rows and columns, [batch · heads, patches, features], and what launches the kernel that makes them."""
+    (batch, seq_q, heads, head_dim), (seq_k, heads_kv) = q.shape, k.shape[1:3]
+    num_rows, num_columns = (
+        ceil_div(seq, block) * (block // size) for seq, block, size in zip((seq_q, seq_k), blocks, patch, strict=True)
+    )
+    padded = padded_dim(head_dim)
+    of_row, of_column = {"mean": (1, 1), "all": (1, 3)}.get(kind, (2, 2))
+    rows = q.new_empty(batch * heads, num_rows, of_row * padded)
+    columns = k.new_empty(batch * heads_kv, num_columns, of_column * padded)
+    spread_q, spread_k = (min(max(size // 4, 1), POOLED_AT_ONCE.value) for size in patch)
+    units_q = batch * heads * ceil_div(num_rows * spread_q, POOLED_AT_ONCE.value)
+    units_k = batch * heads_kv * ceil_div(num_columns * spread_k, POOLED_AT_ONCE.value)
+
+    def make() -> list[Launched | None]:
+        pooled = launch(
+            pool_kernel, (units_q + units_k,), (q, k, rows, columns),
+            (*q.stride()[:3], *k.stride()[:3],
+             heads, heads_kv, seq_q, seq_k, num_rows, num_columns, units_q, scale),
+            D=head_dim, PADDED_D=padded, PATCH_Q=patch[0], PATCH_K=patch[1],
+            SPREAD_Q=spread_q, SPREAD_K=spread_k, KIND=KINDS[kind].value,
+            WIDTH_Q=rows.shape[2], WIDTH_K=columns.shape[2], num_warps=max(2, padded // 64),
+        )  # fmt: skip
+        return [pooled]
+
+    return rows, columns, make
+
+
+def patches(
+    q: Tensor, k: Tensor, blocks: tuple[int, int], patch: tuple[int, int], scale: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Mean queries times the scale, and mean, largest and smallest coordinates of keys, of patches: (batch, patches,
+    heads, head_dim) each, in the dtype of q."""
+    q, k = contiguous_rows(q), contiguous_rows(k)
+    rows, columns, make = _pooling(q, k, blocks, patch, "all", scale)
+    key = "patches", q.device, like(q), like(k), blocks, patch, scale
+    repeat(_noted, key, [q, k, rows, columns], (), make)
+    head_dim, padded = q.shape[3], padded_dim(q.shape[3])
+    found = columns.unflatten(0, (len(k), -1)).unflatten(-1, (3, padded))[..., :head_dim].transpose(1, 2)
+    of_keys = found.unbind(-2)
+    return rows.unflatten(0, (len(q), -1)).transpose(1, 2)[..., :head_dim], of_keys[0], of_keys[1], of_keys[2]
+
+
 class Operands(NamedTuple):
     """What `masses_kernel` multiplies.
 
@@ -435,7 +463,7 @@ class Operands(NamedTuple):
     parts: int
     turn: int
     scale: float
-    make: Any
+    make: Callable[[], list[Launched | None]] | None
     made_of: list[Tensor]
 
 

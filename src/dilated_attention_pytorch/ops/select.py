@@ -358,6 +358,11 @@ def _features_of(
     elif kind in (Antidiagonal, SampledRows):
         if scale > 0:
             found = (kernels.Antidiagonals if kind is Antidiagonal else kernels.Sampled)(scorer.stride)  # type: ignore[attr-defined]
+    elif callable(getattr(scorer, "of_patches", None)):
+        patch = scorer.scorer.queries or blocks[0], scorer.scorer.keys or blocks[1]  # type: ignore[attr-defined]
+        if kernels.Pooled("mean", patch).fits(q.shape[3], q.dtype, blocks):
+            made = scorer.of_patches(*kernels.patches(q, k, blocks, patch, scale))  # type: ignore[attr-defined]
+            found = kernels.Given(*made, patch)
     else:
         found = kernels.Given(*features_of(scorer, Blocked.of(q, blocks[0]), Blocked.of(k, blocks[1]), q, k, scale))
     return found if found is not None and found.fits(q.shape[3], q.dtype, blocks) else None
