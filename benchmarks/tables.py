@@ -336,9 +336,9 @@ def ring_model(section: Section) -> Table:
 
 
 def adaptive_selection(section: Section) -> Table:
-    head = ["scorer", "spread", "block", "select, ms", "its kernels, ms", "attend, ms", "select ÷ attend"]
+    head = ["tokens", "scorer", "spread", "block", "select, ms", "its kernels, ms", "attend, ms", "select ÷ attend"]
     rows = [
-        [row["scorer"], row["spread"], "{} × {}".format(*row["block"]),
+        [f"{row['tokens']:,}", row["scorer"], row["spread"], "{} × {}".format(*row["block"]),
          *(fixed(row[key]) for key in ("select_ms", "select_device_ms", "attend_ms")), percent(row["ratio"], 1)]
         for row in section["rows"]
     ]  # fmt: skip
@@ -346,9 +346,10 @@ def adaptive_selection(section: Section) -> Table:
 
 
 def adaptive_adaptive(section: Section) -> Table:
-    head = ["131,072 tokens, causal", "adaptive, ms", "dense cuDNN, ms", "×", "of it selecting"]
+    head = ["causal", "tokens", "scorer", "block", "adaptive, ms", "dense cuDNN, ms", "×", "of it selecting"]
     rows = [
-        [row["way"], fixed(row["ours_ms"], 1), fixed(row["cudnn_ms"], 0), fixed(row["speedup"], 1),
+        [row["way"], f"{row['tokens']:,}", row.get("scorer", "mean"), "{} × {}".format(*row.get("block", (128, 128))),
+         fixed(row["ours_ms"], 1), fixed(row["cudnn_ms"], 0), fixed(row["speedup"], 1),
          percent(row["selection_share"], 1)]
         for row in section["rows"]
     ]  # fmt: skip

@@ -76,7 +76,8 @@ def recorded(capability):
             (hopper_backward, ("backward_kernel",)),
             (decode, ("decode_kernel", "merge_kernel")),
             (select_masses, ("pool_kernel", "masses_kernel")),
-            (select_lists, ("teams_kernel", "digits_kernel", "counts_kernel", "offsets_kernel", "lists_kernel")),
+            (select_lists, ("teams_kernel", "digits_kernel", "counts_kernel", "offsets_kernel")),
+            (select_lists, ("lists_kernel", "order_kernel")),
         )
         for name in names
     ]
@@ -216,20 +217,36 @@ def launches_of(
 
 
 SELECTIONS = {
-    "mean": {"head_dim": 128, "dtype": torch.bfloat16, "blocks": (128, 128), "patch": (128, 128)},
-    "patches": {"head_dim": 128, "dtype": torch.bfloat16, "blocks": (128, 128), "patch": (4, 4)},
-    "patches, odd and large heads": {"head_dim": 200, "dtype": torch.float16, "blocks": (256, 256), "patch": (4, 4)},
-    "patches, single precision": {"head_dim": 128, "dtype": torch.float32, "blocks": (64, 16), "patch": (16, 16)},
-}
+    "mean": {"head_dim": 128, "dtype": torch.bfloat16, "blocks": (128, 128), "kind": "mean", "patch": (128, 128)},
+    "patches": {"head_dim": 128, "dtype": torch.bfloat16, "blocks": (64, 16), "kind": "mean", "patch": (4, 4)},
+    "patches, odd and large heads": {
+        "head_dim": 200, "dtype": torch.float16, "blocks": (256, 256), "kind": "mean", "patch": (4, 4),
+    },
+    "patches, single precision": {
+        "head_dim": 128, "dtype": torch.float32, "blocks": (64, 16), "kind": "mean", "patch": (16, 16),
+    },
+    "box": {"head_dim": 128, "dtype": torch.bfloat16, "blocks": (128, 128), "kind": "box", "patch": (128, 128)},
+    "moments": {"head_dim": 64, "dtype": torch.bfloat16, "blocks": (16, 16), "kind": "moments", "patch": (1, 16)},
+    "antidiagonals": {"head_dim": 128, "dtype": torch.bfloat16, "blocks": (64, 16), "stride": 8},
+    "antidiagonals, single precision": {"head_dim": 128, "dtype": torch.float32, "blocks": (128, 128), "stride": 16},
+    "sampled": {"head_dim": 128, "dtype": torch.bfloat16, "blocks": (128, 128), "sampled": 8},
+}  # fmt: skip
 
 
-def launches_of_selection(capability, *, head_dim, dtype, blocks, patch):
+def launches_of_selection(capability, *, head_dim, dtype, blocks, kind="", patch=None, stride=0, sampled=0):
     """What choosing blocks launches; the lists are the same for all."""
     q, k = (torch.empty(1, 1000, heads, head_dim, dtype=dtype) for heads in (4, 2))
+    features = select_masses.Sampled(sampled) if sampled else select_masses.Antidiagonals(stride)
+    features = select_masses.Pooled(kind, patch) if kind else features
+    assert features.fits(head_dim, dtype, blocks)
     with recorded(capability) as launches:
-        masses = select_masses.pooled_masses(q, k, blocks, patch, is_causal=True, scale=1.0)
-        if patch == blocks:
-            forced, ints = torch.empty(masses.shape[2:], dtype=torch.uint8), torch.empty(8, dtype=torch.int32)
+        num_q, num_k = (-(-1000 // block) for block in blocks)
+        forced = torch.empty(num_q, num_k, dtype=torch.uint8)
+        lists = (patch == (4, 4) and blocks == (64, 16)) or dtype == torch.float32
+        call = {"forced": forced} if dtype != torch.float32 else {}
+        masses = select_masses.fused_masses(q, k, blocks, features, is_causal=True, scale=1.0, **call)
+        if lists and kind == "mean":
+            ints = torch.empty(8, dtype=torch.int32)
             for team in ("row", "heads", "sample"):
                 select_lists.heaviest_blocks(masses, forced, ints, ints.long(), team, ints, 99, {})
     return launches

@@ -4,11 +4,14 @@
     digits_kernel   `SharedBudget`: the same for a whole sample, in four launches,
     counts_kernel   and how many blocks of each row are as heavy
     offsets_kernel  where the list of each row begins
-    lists_kernel    the blocks that are kept, and the order of work
+    lists_kernel    the blocks that are kept
+    order_kernel    the order of work
 
 No block is sorted. A block's weight is an int32 that orders blocks as their masses do; the weight of the last one that
 a budget keeps is found eight bits at a time, by counting. Of equally heavy blocks the first are kept, so a budget is
 met exactly and all sizes are known on the host. A row sees its first `ends` blocks.
+
+Masses are float32, or weights of 16 bits already (`select_masses.as_weights`): then there is half as much to count.
 """
 
 from __future__ import annotations
@@ -36,28 +39,33 @@ FORCED = tl.constexpr(0x7FFFFFFF)
 def weights_at(masses, forced, row, query, column, end, num_k):
     """int32 that orders blocks as their masses do: forced ones before all others, −1 where the row does not see.
 
-    `row`, `query` and `end` are columns of a tile, or numbers; `column` is its row.
+    `row`, `query` and `end` are columns of a tile, or numbers; `column` is its row. Weights of 16 bits know what is
+    forced.
     """
     valid = column < end
-    mass = tl.load(masses + row.to(tl.int64) * num_k + column, mask=valid, other=0.0)
-    is_forced = tl.load(forced + query.to(tl.int64) * num_k + column, mask=valid, other=0) != 0
-    bits = tl.minimum(mass.to(tl.int32, bitcast=True) & 0x7FFFFFFF, FORCED - 1)
-    return tl.where(valid, tl.where(is_forced, FORCED, bits), -1)
+    mass = tl.load(masses + row.to(tl.int64) * num_k + column, mask=valid, other=0)
+    if masses.dtype.element_ty == tl.int16:
+        weight = mass.to(tl.int32) & 0xFFFF
+    else:
+        is_forced = tl.load(forced + query.to(tl.int64) * num_k + column, mask=valid, other=0) != 0
+        bits = tl.minimum(mass.to(tl.int32, bitcast=True) & 0x7FFFFFFF, FORCED - 1)
+        weight = tl.where(is_forced, FORCED, bits)
+    return tl.where(valid, weight, -1)
 
 
 @triton.jit
-def with_digit(counts, weights, prefix, DIGIT: tl.constexpr, SIZE: tl.constexpr):
-    """How often each value of a digit occurs among the weights whose digits before it are `prefix`."""
-    SHIFT: tl.constexpr = 24 - 8 * DIGIT
+def with_digit(counts, weights, prefix, DIGIT: tl.constexpr, OF: tl.constexpr, SIZE: tl.constexpr):
+    """How often each value of a digit, OF so many, occurs among the weights whose digits before it are `prefix`."""
+    SHIFT: tl.constexpr = 8 * (OF - 1 - DIGIT)
     flat = tl.reshape(weights, SIZE)
     digit = (flat >> SHIFT) & (BINS - 1)
     if DIGIT == 0:
         matches = flat >= 0
     else:
         matches = (flat >> (SHIFT + 8)) == prefix
-    if DIGIT < 2:
+    if DIGIT < 2:  # most tiles have some
         counts += tl.histogram(digit, BINS, mask=matches)
-    else:  # few are left: most tiles have none of them
+    else:
         if tl.max(matches.to(tl.int32), 0) > 0:
             counts += tl.histogram(digit, BINS, mask=matches)
     return counts
@@ -84,8 +92,9 @@ def narrowed_by(counts, sample, batch, wanted, NUM: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_rows", "num_heads", "num_q", "num_k"])
 def teams_kernel(
-    masses, forced, ends, limits, found, num_rows, num_heads, num_q, num_k, HEADS: tl.constexpr, TILE: tl.constexpr
-):
+    masses, forced, ends, limits, found, num_rows, num_heads, num_q, num_k,
+    HEADS: tl.constexpr, TILE: tl.constexpr, OF: tl.constexpr,
+):  # fmt: skip
     """The heads of a row that share a budget: the last weight it keeps, and of each row how many blocks are heavier,
     and how many that are as heavy it keeps. `found` is int32 [3, rows]."""
     pid = tl.program_id(0)
@@ -96,11 +105,11 @@ def teams_kernel(
     ends_of = tl.where(head < num_heads, end, 0)[:, None]
     column = tl.arange(0, TILE)[None, :]
     threshold, wanted = end * 0, tl.load(limits + query)
-    for DIGIT in tl.static_range(DIGITS):
+    for DIGIT in tl.static_range(OF):
         counts = tl.zeros([BINS], tl.int32)
         for start in range(0, end, TILE):
             weights = weights_at(masses, forced, row[:, None], query, start + column, ends_of, num_k)
-            counts = with_digit(counts, weights, threshold, DIGIT, HEADS * TILE)
+            counts = with_digit(counts, weights, threshold, DIGIT, OF, HEADS * TILE)
         threshold, wanted = narrowed(counts, threshold, wanted)
     heavier, equal = tl.zeros([HEADS], tl.int32), tl.zeros([HEADS], tl.int32)
     for start in range(0, end, TILE):
@@ -118,7 +127,7 @@ def teams_kernel(
 @triton.jit(do_not_specialize=["wanted", "rows_per_sample", "num_q", "num_k"])
 def digits_kernel(
     masses, forced, ends, counts, wanted, rows_per_sample, num_q, num_k,
-    DIGIT: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
+    DIGIT: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, OF: tl.constexpr,
 ):  # fmt: skip
     """A few rows of a sample: how often each value of a digit occurs among weights that may still be the last kept."""
     sample, batch = tl.program_id(1), tl.num_programs(1)
@@ -130,7 +139,7 @@ def digits_kernel(
     for start in range(0, tl.max(end, 0), TILE):
         column = start + tl.arange(0, TILE)[None, :]
         weights = weights_at(masses, forced, row[:, None], query[:, None], column, end[:, None], num_k)
-        mine = with_digit(mine, weights, prefix, DIGIT, GROUP * TILE)
+        mine = with_digit(mine, weights, prefix, DIGIT, OF, GROUP * TILE)
     at = counts + (DIGIT * batch + sample) * BINS + tl.arange(0, BINS)
     tl.atomic_add(at, mine, mask=mine > 0, sem="relaxed")
 
@@ -138,11 +147,11 @@ def digits_kernel(
 @triton.jit(do_not_specialize=["wanted", "num_rows", "rows_per_sample", "num_q", "num_k"])
 def counts_kernel(
     masses, forced, ends, counts, found, wanted, num_rows, rows_per_sample, num_q, num_k,
-    GROUP: tl.constexpr, TILE: tl.constexpr,
+    GROUP: tl.constexpr, TILE: tl.constexpr, OF: tl.constexpr,
 ):  # fmt: skip
     """As the end of `teams_kernel`, but with all blocks that are as heavy: whose turn it is, the rows before decide."""
     sample, batch = tl.program_id(1), tl.num_programs(1)
-    threshold, _ = narrowed_by(counts, sample, batch, wanted, DIGITS)
+    threshold, _ = narrowed_by(counts, sample, batch, wanted, OF)
     place = tl.program_id(0) * GROUP + tl.arange(0, GROUP)
     row, query = sample * rows_per_sample + place, place % num_q
     valid = place < rows_per_sample
@@ -160,15 +169,16 @@ def counts_kernel(
 
 @triton.jit(do_not_specialize=["wanted", "num_rows", "rows_per_sample", "batch"])
 def offsets_kernel(
-    found, counts, offsets, wanted, num_rows, rows_per_sample, batch, SHARED: tl.constexpr, TILE: tl.constexpr
-):
+    found, counts, offsets, wanted, num_rows, rows_per_sample, batch,
+    SHARED: tl.constexpr, TILE: tl.constexpr, OF: tl.constexpr,
+):  # fmt: skip
     """One program: the rows one after another, and with a SHARED budget what each keeps of the equally heavy blocks."""
     done = batch * 0
     tl.store(offsets, done)
     for sample in range(batch):
         left = wanted
         if SHARED:
-            _, left = narrowed_by(counts, sample, batch, wanted, DIGITS)
+            _, left = narrowed_by(counts, sample, batch, wanted, OF)
         for start in range(0, rows_per_sample, TILE):
             place = start + tl.arange(0, TILE)
             row, valid = sample * rows_per_sample + place, place < rows_per_sample
@@ -195,19 +205,15 @@ def lengths_near(offsets, start, num_q, NEAR: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_rows", "num_q", "num_k"])
 def lists_kernel(
-    masses, forced, ends, last_full, found, offsets, splits, indices, work, num_rows, num_q, num_k,
-    TILE: tl.constexpr, NEAR: tl.constexpr,
-):  # fmt: skip
-    """The list of one row, and its place in the order of work of its head: `BlockList`, `BlockList.work`.
-
-    NEAR rows are a neighbourhood, and a power of two.
-    """
+    masses, forced, ends, last_full, found, offsets, splits, indices, num_rows, num_q, num_k, TILE: tl.constexpr
+):
+    """The list of one row."""
     row = tl.program_id(0)
     query = row % num_q
     threshold, allowed = tl.load(found + row), tl.load(found + 2 * num_rows + row)
-    begin, stop = tl.load(offsets + row), tl.load(offsets + row + 1)
+    place = tl.load(offsets + row)
     end, full_up_to = tl.load(ends + query), tl.load(last_full + query)
-    place, split, lane = begin, begin, tl.arange(0, TILE)
+    split, lane = place, tl.arange(0, TILE)
     for start in range(0, end, TILE):
         column = start + lane
         weights = weights_at(masses, forced, row, query, column, end, num_k)
@@ -218,21 +224,30 @@ def lists_kernel(
         place += tl.sum(kept, 0)
         split += tl.sum(tl.where(column <= full_up_to, kept, 0), 0)
     tl.store(splits + row, split)
-    first_row, near = row - query, query // NEAR * NEAR
+
+
+@triton.jit(do_not_specialize=["num_q"])
+def order_kernel(offsets, splits, work, num_q, NEAR: tl.constexpr):
+    """The places of a neighbourhood of rows, a power of two, in the order of work of their list: `BlockList.work`."""
+    near, first_row = tl.program_id(0) * NEAR, tl.program_id(1) * num_q
     lengths, valid = lengths_near(offsets + first_row, near, num_q, NEAR)
-    longest, other = tl.max(lengths, 0), near + tl.arange(0, NEAR)
-    earlier = (lengths > stop - begin) | ((lengths == stop - begin) & (other < query))
-    before = tl.sum((earlier & valid).to(tl.int32), 0)
+    longest, before = tl.max(lengths, 0), near * 0
     for start in range(0, num_q, NEAR):
-        lengths, valid = lengths_near(offsets + first_row, start, num_q, NEAR)
-        its_longest = tl.max(lengths, 0)
+        others, _ = lengths_near(offsets + first_row, start, num_q, NEAR)
+        its_longest = tl.max(others, 0)
         if (its_longest > longest) | ((its_longest == longest) & (start < near)):
             before += tl.minimum(num_q - start, NEAR)
-    at = work + (first_row + before) * 4
-    tl.store(at, query)
-    tl.store(at + 1, begin)
-    tl.store(at + 2, split)
-    tl.store(at + 3, stop)
+    lane = tl.arange(0, NEAR)
+    other, _ = lengths_near(offsets + first_row, near, num_q, NEAR)
+    equal = (other[None, :] == lengths[:, None]) & (lane[None, :] < lane[:, None])
+    earlier = (other[None, :] > lengths[:, None]) | equal
+    place = before + tl.sum(earlier.to(tl.int32), 1)
+    row = first_row + near + lane
+    at = work + (first_row + place).to(tl.int64) * 4
+    tl.store(at, near + lane, mask=valid)
+    tl.store(at + 1, tl.load(offsets + row, mask=valid), mask=valid)
+    tl.store(at + 2, tl.load(splits + row, mask=valid), mask=valid)
+    tl.store(at + 3, tl.load(offsets + row + 1, mask=valid), mask=valid)
 
 
 def heaviest_blocks(
@@ -248,7 +263,7 @@ def heaviest_blocks(
     """The heaviest blocks of each team as lists, and `BlockList.work` of them.
 
     Args:
-        masses: float32 [batch, lists, query blocks, key blocks].
+        masses: float32 [batch, lists, query blocks, key blocks]; or weights, int16, forced blocks among them.
         forced: uint8 [query blocks, key blocks], 1 for a block that is kept before all others.
         ends, last_full: [query blocks]: how many blocks a row sees, and the last of them that is full.
         team: "row", "heads" for the heads of a row together, or "sample" for all heads and rows.
@@ -259,7 +274,7 @@ def heaviest_blocks(
     batch, num_heads, num_q, num_k = masses.shape
     num_rows = batch * num_heads * num_q
     masses, shared = masses.contiguous(), team == "sample"
-    rows_per_sample = num_heads * num_q
+    rows_per_sample, of = num_heads * num_q, 2 if masses.dtype == torch.int16 else DIGITS.value
 
     def ints(*shape: int) -> Tensor:
         return torch.empty(*shape, dtype=torch.int32, device=masses.device)
@@ -273,16 +288,17 @@ def heaviest_blocks(
 
     def of_samples() -> list[Launched | None]:
         data, grid = (masses, forced, ends, counts), (ceil_div(rows_per_sample, GROUP), batch)
-        sizes: dict[str, Any] = {"GROUP": GROUP, "TILE": WEIGHTS // GROUP, "num_warps": 4}
+        sizes: dict[str, Any] = {"GROUP": GROUP, "TILE": WEIGHTS // GROUP, "OF": of, "num_warps": 4}
         numbers = rows_per_sample, num_q, num_k
-        digits = range(DIGITS.value)
+        digits = range(of)
         counted = [launch(digits_kernel, grid, data, (places, *numbers), DIGIT=digit, **sizes) for digit in digits]
         return [*counted, launch(counts_kernel, grid, (*data, found), (places, num_rows, *numbers), **sizes)]
 
     def of_rows() -> list[Launched | None]:
         together = num_heads if team == "heads" else 1
         of_team = triton.next_power_of_2(together)
-        sizes = {"HEADS": of_team, "TILE": max(32, min(512, WEIGHTS // of_team)), "num_warps": 4}
+        tile = max(32, min(1024, 2 * WEIGHTS // of_team))
+        sizes = {"HEADS": of_team, "TILE": tile, "OF": of, "num_warps": 4}
         data, numbers = (masses, forced, ends, limits, found), (num_rows, together, num_q, num_k)
         return [launch(teams_kernel, (num_rows // together,), data, numbers, **sizes)]
 
@@ -291,15 +307,18 @@ def heaviest_blocks(
         placed = launch(
             offsets_kernel, (1,), (found, counts, offsets),
             (places, num_rows, rows_per_sample if shared else num_rows, batch if shared else 1),
-            SHARED=shared, TILE=4096, num_warps=16,
+            SHARED=shared, TILE=4096, OF=of, num_warps=16,
         )  # fmt: skip
         listed = launch(
             lists_kernel, (num_rows,),
-            (masses, forced, ends, last_full, found, offsets, splits, indices, work), (num_rows, num_q, num_k),
-            TILE=256, NEAR=neighbourhood(1), num_warps=2,
+            (masses, forced, ends, last_full, found, offsets, splits, indices), (num_rows, num_q, num_k),
+            TILE=512, num_warps=2,
         )  # fmt: skip
-        return [*chosen, placed, listed]
+        near = neighbourhood(1)
+        grid = ceil_div(num_q, near), batch * num_heads
+        ordered = launch(order_kernel, grid, (offsets, splits, work), (num_q,), NEAR=near, num_warps=16)
+        return [*chosen, placed, listed, ordered]
 
     kept = [forced, ends, last_full, *([] if limits is None else [limits])]
-    repeat(notes, (masses.shape, masses.data_ptr() % 16 == 0), tensors, kept, do)
+    repeat(notes, (masses.shape, masses.dtype, masses.data_ptr() % 16 == 0), tensors, kept, do)
     return BlockList(offsets, splits, indices, offsets.new_empty(0)), work

@@ -1,12 +1,16 @@
-"""Estimated masses of blocks in two launches: `ops.scores.estimated_masses` of `MeanPooled`, without masks.
+"""Estimated masses of blocks, in one or two launches: `ops.scores.estimated_masses`, without masks.
 
-pool_kernel     reads every token once: mean queries and mean keys of patches
-masses_kernel   multiplies them, takes a softmax along each row, and sums by block
+pool_kernel     reads every token once and makes the rows and columns of `MeanPooled`, `MinMaxBound` and `Moments`
+masses_kernel   multiplies rows and columns, takes a softmax along each row, and sums by block
+
+Rows and columns of `Antidiagonal` and `SampledRows` are read where queries and keys lie; those of any other scorer are
+given. Of products of rows and columns nothing is stored: a program keeps sums by block for the rows of its tile.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -20,38 +24,74 @@ from .configs import padded_dim
 from .launch import contiguous_rows, num_processors, precision_of
 from .launcher import MOST, Launched, launch, like, repeat
 
-MAX_PARTS = 64  # rows or columns of a block, which a tile must hold
-TILE_COLUMNS = tl.constexpr(64)
+MAX_PARTS = 64  # rows of a block, which a tile must hold
 ROW_BYTES = 512  # of a row or column; with the tiles they must fit the shared memory of any GPU
+MAX_STRIDE = 1 << 20  # from token to token; those of a tile are 32-bit numbers
+FORCED = tl.constexpr(0xFFFF)
 POOLED_AT_ONCE = tl.constexpr(32)  # tokens
 WAVES = 2  # programs of `masses_kernel` for each processor,
-SCRATCH = 1 << 27  # and numbers that all of them may store
+SCRATCH = 1 << 29  # and bytes that all of them may store
+HEADROOM = tl.constexpr(9.0)  # the largest term of a tile is 2⁹, so that sums of 64 are large float16 numbers
+MEAN, MOMENTS, BOX, ALL = (tl.constexpr(n) for n in range(4))
+KINDS = {"mean": MEAN, "box": BOX, "moments": MOMENTS, "all": ALL}
 _noted: dict[Any, Any] = {}
-register_container(_noted, "kernels.select_masses._noted", "launches of `pooled_masses`, to be done again", bound=MOST)
+register_container(_noted, "kernels.select_masses._noted", "launches of `fused_masses`, to be done again", bound=MOST)
 
 
 @triton.jit
 def pool(
     x, out, unit, x_b, x_s, x_h, heads, seq, num_patches, scale,
-    D: tl.constexpr, PADDED_D: tl.constexpr, PATCH: tl.constexpr, SPREAD: tl.constexpr,
+    D: tl.constexpr, PADDED_D: tl.constexpr, PATCH: tl.constexpr, SPREAD: tl.constexpr, KIND: tl.constexpr,
+    QUERIES: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Means of a few patches of one head, times `scale`. `SPREAD` lanes share a patch."""
+    """Features of a few patches of one head, from their mean times `scale`. `SPREAD` lanes share a patch."""
     PATCHES: tl.constexpr = POOLED_AT_ONCE // SPREAD
+    EXTREMES: tl.constexpr = KIND >= BOX and not QUERIES
     units = tl.cdiv(num_patches, PATCHES)
     head, place = unit % heads, unit // heads
     sample, first = (place // units).to(tl.int64), place % units * PATCHES
     lane = tl.arange(0, PATCHES * SPREAD)
     begin = (first + lane // SPREAD) * PATCH + lane % SPREAD
-    acc = tl.zeros([PATCHES * SPREAD, PADDED_D], tl.float32)
+    own = x + sample * x_b + head.to(tl.int64) * x_h
+    total = tl.zeros([PATCHES * SPREAD, PADDED_D], tl.float32)
+    high = tl.full([PATCHES * SPREAD, PADDED_D], float("-inf"), tl.float32)
+    low = tl.full([PATCHES * SPREAD, PADDED_D], float("inf"), tl.float32)
     for i in tl.static_range(0, PATCH, SPREAD):
-        acc += load_rows(x + sample * x_b + head.to(tl.int64) * x_h, begin + i, x_s, begin + i < seq, D, PADDED_D)
-    if SPREAD > 1:
-        acc = tl.sum(tl.reshape(acc, PATCHES, SPREAD, PADDED_D), 1)
+        valid = begin + i < seq
+        value = load_rows(own, begin + i, x_s, valid, D, PADDED_D).to(tl.float32)
+        total += value
+        if EXTREMES:
+            high = tl.maximum(high, tl.where(valid[:, None], value, float("-inf")))
+            low = tl.minimum(low, tl.where(valid[:, None], value, float("inf")))
     patch = first + tl.arange(0, PATCHES)
-    num_valid = tl.maximum(tl.minimum(seq - patch * PATCH, PATCH), 1)
-    mean = acc / num_valid.to(tl.float32)[:, None] * scale
-    at = ((sample * heads + head) * num_patches + patch)[:, None] * PADDED_D + tl.arange(0, PADDED_D)
-    tl.store(out + at, mean.to(out.dtype.element_ty), mask=(patch < num_patches)[:, None])
+    num_valid = tl.maximum(tl.minimum(seq - patch * PATCH, PATCH), 1).to(tl.float32)[:, None]
+    mean = tl.sum(tl.reshape(total, PATCHES, SPREAD, PADDED_D), 1) / num_valid * scale
+    at = ((sample * heads + head) * num_patches + patch)[:, None] * WIDTH + tl.arange(0, PADDED_D)
+    stored = (patch < num_patches)[:, None]
+    one, two = mean, mean
+    if EXTREMES:
+        some = (patch * PATCH < seq)[:, None]
+        one = tl.where(some, tl.max(tl.reshape(high, PATCHES, SPREAD, PADDED_D), 1), 0.0)
+        two = tl.where(some, tl.min(tl.reshape(low, PATCHES, SPREAD, PADDED_D), 1), 0.0)
+        if KIND == ALL:
+            tl.store(out + at + 2 * PADDED_D, two.to(out.dtype.element_ty), mask=stored)
+            one, two = mean, one
+    elif KIND == BOX:
+        one, two = tl.maximum(mean, 0.0), tl.minimum(mean, 0.0)
+    elif KIND == MOMENTS:
+        if QUERIES:
+            two = mean * mean * 0.5
+        else:  # about the mean, and so read again
+            around = tl.reshape(tl.broadcast_to(mean[:, None, :], (PATCHES, SPREAD, PADDED_D)), total.shape)
+            total = tl.zeros([PATCHES * SPREAD, PADDED_D], tl.float32)
+            for i in tl.static_range(0, PATCH, SPREAD):
+                valid = begin + i < seq
+                away = load_rows(own, begin + i, x_s, valid, D, PADDED_D).to(tl.float32) - around
+                total += tl.where(valid[:, None], away * away, 0.0)
+            two = tl.sum(tl.reshape(total, PATCHES, SPREAD, PADDED_D), 1) / num_valid
+    tl.store(out + at, one.to(out.dtype.element_ty), mask=stored)
+    if WIDTH != PADDED_D:
+        tl.store(out + at + PADDED_D, two.to(out.dtype.element_ty), mask=stored)
 
 
 @triton.jit(do_not_specialize=["heads", "heads_kv", "seq_q", "seq_k", "num_rows", "num_columns", "units_q"])
@@ -59,169 +99,462 @@ def pool_kernel(
     q, k, rows, columns, q_b, q_s, q_h, k_b, k_s, k_h,
     heads, heads_kv, seq_q, seq_k, num_rows, num_columns, units_q, scale,
     D: tl.constexpr, PADDED_D: tl.constexpr, PATCH_Q: tl.constexpr, PATCH_K: tl.constexpr,
-    SPREAD_Q: tl.constexpr, SPREAD_K: tl.constexpr,
+    SPREAD_Q: tl.constexpr, SPREAD_K: tl.constexpr, KIND: tl.constexpr, WIDTH_Q: tl.constexpr, WIDTH_K: tl.constexpr,
 ):  # fmt: skip
-    """Mean queries, times the scale, as rows, and mean keys as columns: [batch · heads, patches, PADDED_D]."""
+    """Rows from queries, times the scale, and columns from keys: [batch · heads, patches, PADDED_D or twice that]."""
     unit = tl.program_id(0)
     if unit < units_q:
-        pool(q, rows, unit, q_b, q_s, q_h, heads, seq_q, num_rows, scale, D, PADDED_D, PATCH_Q, SPREAD_Q)
+        pool(
+            q, rows, unit, q_b, q_s, q_h, heads, seq_q, num_rows, scale,
+            D, PADDED_D, PATCH_Q, SPREAD_Q, KIND, True, WIDTH_Q,
+        )  # fmt: skip
     else:
         pool(
             k, columns, unit - units_q, k_b, k_s, k_h, heads_kv, seq_k, num_columns, 1.0,
-            D, PADDED_D, PATCH_K, SPREAD_K,
+            D, PADDED_D, PATCH_K, SPREAD_K, KIND, False, WIDTH_K,
         )  # fmt: skip
 
 
 @triton.jit
-def sum_at(masses, scratch, row, lane, block, num_k, TILE_ROWS: tl.constexpr, ROWS: tl.constexpr):
-    """Where `masses_kernel` keeps the sum of a (row, key block)."""
-    if ROWS == 1:
-        at = masses + row * num_k + block
+def load_part(
+    x, index, part, x_t, x_p, num, tokens, start,
+    D: tl.constexpr, PADDED_D: tl.constexpr, STEP: tl.constexpr, FIRST: tl.constexpr, TURN: tl.constexpr,
+    BOUNDED: tl.constexpr,
+):  # fmt: skip
+    """One part of rows (or columns) `start + index`, [rows, PADDED_D]; `x` is that of row `start`.
+
+    Row r begins at token r · STEP + FIRST; its parts are TURN tokens apart, and zero where there is no such token. Rows
+    without parts of their own tokens (TURN is 0) end with the last token. BOUNDED where there may be fewer rows.
+    """
+    dim = tl.arange(0, PADDED_D)
+    if BOUNDED:
+        index = tl.minimum(start + index, num - 1) - start
+    token = index * STEP + FIRST
+    if BOUNDED and TURN == 0:
+        token = tl.minimum(start * STEP + token, tokens - 1) - start * STEP
+    at = x + part.to(tl.int64) * x_p + (token * x_t)[:, None] + dim
+    if BOUNDED and TURN != 0:
+        valid = (start * STEP + token + part * TURN < tokens)[:, None]
+        if PADDED_D == D:
+            value = tl.load(at, mask=valid, other=0.0)
+        else:
+            value = tl.load(at, mask=valid & (dim < D), other=0.0)
+    elif PADDED_D == D:
+        value = tl.load(at)
     else:
-        at = scratch + block.to(tl.int64) * TILE_ROWS + lane
-    return at
+        value = tl.load(at, mask=dim < D, other=0.0)
+    return value
 
 
-@triton.jit(do_not_specialize=["heads", "group", "seq_q", "seq_k", "num_q", "num_k", "num_columns", "tiles"])
+@triton.jit
+def by_block(x, ROWS: tl.constexpr, BLOCKS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Sums of the columns of each block, whose places `columns_of_tile` gave: additions of one thread."""
+    if COLUMNS == 1:
+        sums = x
+    elif COLUMNS < 4 or BLOCKS < 4:
+        sums = tl.sum(tl.reshape(x, ROWS, BLOCKS, COLUMNS), 2)
+    else:
+        parts = tl.reshape(x, ROWS, BLOCKS // 4, COLUMNS // 2, 4, 2)
+        parts = tl.permute(parts, 0, 1, 3, 2, 4)
+        sums = tl.sum(tl.reshape(parts, ROWS, BLOCKS, COLUMNS), 2)
+    return sums
+
+
+@triton.jit
+def columns_of_tile(BLOCKS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The columns in the places of a tile. The matrix units give each thread two of every eight neighbours; a block's
+    columns are dealt out so that all of them are one thread's."""
+    place = tl.arange(0, BLOCKS * COLUMNS)
+    if COLUMNS >= 4 and BLOCKS >= 4:
+        within = place % (4 * COLUMNS)
+        block = place // (4 * COLUMNS) * 4 + within % 8 // 2
+        place = block * COLUMNS + within // 8 * 2 + within % 2
+    return place
+
+
+@triton.jit
+def as_weights(masses, forced):
+    """int16 that orders blocks as their masses do, to one in 2048, if read without a sign: 6 bits of the exponent and
+    10 of the mantissa. Masses below 2⁻⁶³ are 0, forced blocks have the largest."""
+    bits = tl.minimum(masses.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0x7F000000)
+    weight = tl.minimum(tl.maximum(((bits + 0x1000) >> 13) - 0x10000, 0), FORCED - 1)
+    return tl.where(forced, FORCED, weight).to(tl.int16)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "heads", "group", "all_heads", "seq_q", "seq_k", "num_q", "num_k", "tokens_q", "tokens_k", "tiles", "tiles_k",
+    ]
+)  # fmt: skip
 def masses_kernel(
-    rows, columns, masses, scratch, heads, group, seq_q, seq_k, num_q, num_k, tiles,
-    PADDED_D: tl.constexpr, PATCH_Q: tl.constexpr, PATCH_K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    TILE_ROWS: tl.constexpr, TILE_BLOCKS: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+    rows, columns, masses, sums, peaks, forced, r_b, r_h, r_t, r_p, c_b, c_h, c_t, c_p,
+    heads, group, all_heads, seq_q, seq_k, num_q, num_k, tokens_q, tokens_k, tiles, tiles_k, scale,
+    D: tl.constexpr, PADDED_D: tl.constexpr, PARTS: tl.constexpr, PATCH_Q: tl.constexpr, PATCH_K: tl.constexpr,
+    STEP_Q: tl.constexpr, STEP_K: tl.constexpr, FIRST_Q: tl.constexpr, TURN: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
+    CAUSAL: tl.constexpr, WHOLE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """For a tile of rows, `ROWS` to a query block, loop over the columns that it sees, `COLUMNS` to a key block.
-    `heads` are those of all samples.
 
-    The first loop leaves log2 Σ 2^score for every (row, key block): in the place of the masses where a query block has
-    one row, else in the program's own part of `scratch`. A second loop, over these, divides by the sums of the rows.
+    The first loop leaves Σ 2^(score − peak) for every (row, key block) in the program's own part of `sums`, and the
+    peak of each row and tile of columns in `peaks`. A second loop divides by the sums of the rows, and adds up rows.
+    WHOLE where blocks that a row does not see are wanted as well, as zeros. Where masses are int16, they are stored
+    `as_weights`. A row stands for PATCH_Q queries, a column for PATCH_K keys; steps and turns are those of `load_part`.
     """
     BLOCKS: tl.constexpr = TILE_COLUMNS // COLUMNS
-    lane, dim = tl.arange(0, TILE_ROWS), tl.arange(0, PADDED_D)
-    within = tl.arange(0, TILE_COLUMNS)[None, :] * PADDED_D + dim[:, None]
-    a_tile = tl.full([], TILE_COLUMNS * PADDED_D, tl.int64)
-    scratch += tl.program_id(0).to(tl.int64) * num_k * TILE_ROWS
-    programs, total_tiles = tl.num_programs(0), heads * tiles
+    QUERY_BLOCKS: tl.constexpr = TILE_ROWS // ROWS
+    UNROLLED: tl.constexpr = 4 if ROWS > 4 else ROWS
+    AT_ONCE: tl.constexpr = 4096 // QUERY_BLOCKS // BLOCKS  # tiles of columns in the second loop
+    lane = tl.arange(0, TILE_ROWS)
+    order = columns_of_tile(BLOCKS, COLUMNS)
+    num_rows, num_columns = num_q * ROWS, num_k * COLUMNS
+    width = tiles_k * BLOCKS  # of a row of sums
+    sums += tl.program_id(0).to(tl.int64) * tiles_k * (BLOCKS * TILE_ROWS)
+    peaks += tl.program_id(0).to(tl.int64) * tiles_k * TILE_ROWS
+    programs, total_tiles = tl.num_programs(0), all_heads * tiles
     for place in range(tl.program_id(0), total_tiles, programs):
         # The longest tiles first, forwards and backwards in turn: all programs get about as much.
         turn = place // programs
         back = (turn % 2 == 1) & ((turn + 1) * programs <= total_tiles)
         unit = tl.where(back, (2 * turn + 1) * programs - 1 - place, place)
-        head, tile = unit % heads, tiles - 1 - unit // heads
-        num_rows = (num_q * ROWS).to(tl.int64)
+        any_head, tile = unit % all_heads, tiles - 1 - unit // all_heads
+        sample, head, zero = (any_head // heads).to(tl.int64), any_head % heads, tile * 0
         row = tile * TILE_ROWS + lane
-        row_at = head * num_rows + tl.minimum(row, num_rows - 1)
-        queries = tl.load(rows + row_at[:, None] * PADDED_D + dim)
         in_row = tl.maximum(tl.minimum(seq_q - row * PATCH_Q, PATCH_Q), 0)
         sees = tl.zeros([TILE_ROWS], tl.int32) + seq_k  # so many keys
         if CAUSAL:
             sees = tl.minimum(row * PATCH_Q + in_row, seq_q) + (seq_k - seq_q)
         fewest, most = tl.maximum(tl.min(sees, 0), 0), tl.maximum(tl.max(sees, 0), 0)
         num_clear = tl.minimum(fewest, seq_k) // (TILE_COLUMNS * PATCH_K)
-        num_tiles = tl.cdiv(most, TILE_COLUMNS * PATCH_K)
+        num_tiles = tl.cdiv(tl.minimum(most, seq_k), TILE_COLUMNS * PATCH_K)
+        own_rows = rows + sample * r_b + head.to(tl.int64) * r_h + (tile * TILE_ROWS * STEP_Q).to(tl.int64) * r_t
+        own_columns = columns + sample * c_b + (head // group).to(tl.int64) * c_h
+        if PARTS == 1:
+            queries = load_part(
+                own_rows, lane, zero, r_t, r_p, num_rows, tokens_q, tile * TILE_ROWS,
+                D, PADDED_D, STEP_Q, FIRST_Q, -TURN, True,
+            )  # fmt: skip
 
         row_max = tl.full([TILE_ROWS], float("-inf"), tl.float32)
         row_sum = tl.zeros([TILE_ROWS], tl.float32)
-        keys_at = columns + (head // group) * (num_k * COLUMNS).to(tl.int64) * PADDED_D
         for MASKED in tl.static_range(2):
             for i in range(num_clear if MASKED else 0, num_tiles if MASKED else num_clear):
-                column = tl.arange(0, TILE_COLUMNS) + i * TILE_COLUMNS
-                keys = tl.load(keys_at + i * a_tile + within)
-                scores = tl.dot(queries, keys, input_precision=PRECISION) * LOG2E
-                if MASKED:  # a column counts as often as it has keys that the row sees
-                    begin = column * PATCH_K
-                    in_column = tl.minimum(seq_k - begin, PATCH_K)
-                    count = tl.maximum(tl.minimum(sees[:, None] - begin[None, :], in_column[None, :]), 0)
-                    visible_share = count.to(tl.float32) / PATCH_K
-                    scores = tl.where(count > 0, scores, float("-inf"))
-                if COLUMNS > 1:
-                    parts = tl.reshape(scores, TILE_ROWS, BLOCKS, COLUMNS)
-                    high = tl.max(parts, 2)
-                    if MASKED:
-                        high = tl.where(high == float("-inf"), 0.0, high)
-                    terms = tl.exp2(parts - high[:, :, None])
-                    if MASKED:
-                        terms *= tl.reshape(visible_share, TILE_ROWS, BLOCKS, COLUMNS)
-                    block_lse = high + tl.log2(tl.sum(terms, 2))
-                elif MASKED:
-                    block_lse = scores + tl.log2(visible_share)
+                begin = zero + i * TILE_COLUMNS
+                these = own_columns + (begin * STEP_K).to(tl.int64) * c_t
+                if PARTS == 1:
+                    keys = load_part(
+                        these, order, zero, c_t, c_p, num_columns, tokens_k, begin,
+                        D, PADDED_D, STEP_K, 0, TURN, MASKED,
+                    )  # fmt: skip
+                    scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
                 else:
-                    block_lse = scores
-                new_max = tl.maximum(row_max, tl.max(block_lse, 1))
-                base = tl.where(new_max == float("-inf"), 0.0, new_max)
-                row_sum = row_sum * tl.exp2(row_max - base) + tl.sum(tl.exp2(block_lse - base[:, None]), 1)
+                    scores = tl.zeros([TILE_ROWS, TILE_COLUMNS], tl.float32)
+                    for part in range(PARTS):
+                        some = load_part(
+                            own_rows, lane, zero + part, r_t, r_p, num_rows, tokens_q, tile * TILE_ROWS,
+                            D, PADDED_D, STEP_Q, FIRST_Q, -TURN, True,
+                        )  # fmt: skip
+                        keys = load_part(
+                            these, order, zero + part, c_t, c_p, num_columns, tokens_k, begin,
+                            D, PADDED_D, STEP_K, 0, TURN, MASKED,
+                        )  # fmt: skip
+                        scores = tl.dot(some, tl.trans(keys), scores, input_precision=PRECISION)
+                if MASKED:  # a column counts as often as it has keys that the row sees
+                    first_key = (begin + order) * PATCH_K
+                    in_column = tl.minimum(seq_k - first_key, PATCH_K)
+                    count = tl.maximum(tl.minimum(sees[:, None] - first_key[None, :], in_column[None, :]), 0)
+                    scores = tl.where(count > 0, scores, float("-inf"))
+                new_max = tl.maximum(row_max, tl.max(scores, 1) * scale)
+                peak = tl.where(new_max == float("-inf"), 0.0, new_max) - HEADROOM
+                terms = tl.exp2(scores * scale - peak[:, None])
+                if MASKED:
+                    terms *= count.to(tl.float32) * (1.0 / PATCH_K)
+                of_blocks = by_block(terms, TILE_ROWS, BLOCKS, COLUMNS).to(sums.dtype.element_ty)
+                # Of what is stored, so that the masses of a row add up to 1.
+                row_sum = row_sum * tl.exp2(row_max - HEADROOM - peak) + tl.sum(of_blocks.to(tl.float32), 1)
                 row_max = new_max
-                block = (tl.arange(0, BLOCKS) + i * BLOCKS)[None, :]
-                sums = sum_at(masses, scratch, row_at[:, None], lane[:, None], block, num_k, TILE_ROWS, ROWS)
-                tl.store(sums, block_lse, mask=(row < num_rows)[:, None] & (block < num_k))
+                at = lane[:, None] * width + i * BLOCKS + tl.arange(0, BLOCKS)
+                tl.store(sums + at, of_blocks)
+                tl.store(peaks + i * TILE_ROWS + lane, peak)
 
-        tl.debug_barrier()
-        row_lse = tl.where(row_sum == 0.0, 0.0, row_max + tl.log2(row_sum))
+        row_lse = tl.where(row_sum == 0.0, 0.0, row_max - HEADROOM + tl.log2(row_sum))
         in_block = tl.minimum(seq_q - row // ROWS * (ROWS * PATCH_Q), ROWS * PATCH_Q)
         share = in_row.to(tl.float32) / tl.maximum(in_block, 1).to(tl.float32)
-        query_block = tile * (TILE_ROWS // ROWS) + tl.arange(0, TILE_ROWS // ROWS)
-        num_seen = tl.minimum(num_tiles * BLOCKS, num_k)
-        for start in range(0, num_k, TILE_BLOCKS):
-            own = (start + tl.arange(0, TILE_BLOCKS))[:, None]
-            sums = sum_at(masses, scratch, row_at[None, :], lane[None, :], own, num_k, TILE_ROWS, ROWS)
-            valid = (own < num_seen) & (row < num_rows)[None, :]
-            weights = tl.exp2(tl.load(sums, mask=valid, other=float("-inf")) - row_lse[None, :]) * share[None, :]
-            if ROWS > 1:
-                weights = tl.sum(tl.reshape(weights, TILE_BLOCKS, TILE_ROWS // ROWS, ROWS), 2)
-            at = (head * num_rows // ROWS + query_block)[None, :] * num_k + own
-            tl.store(masses + at, weights, mask=(own < num_k) & (query_block < num_q)[None, :])
-        tl.debug_barrier()  # before the next tile writes over the scratch
+        tl.debug_barrier()
+        for start in range(0, num_tiles, 16):  # peaks become factors
+            which = start + tl.arange(0, 16)[:, None]
+            at = peaks + which * TILE_ROWS + lane[None, :]
+            factor = tl.exp2(tl.load(at, mask=which < num_tiles, other=0.0) - row_lse[None, :]) * share[None, :]
+            tl.store(at, factor, mask=which < num_tiles)
+        tl.debug_barrier()
+        first_block = tile * QUERY_BLOCKS + tl.arange(0, QUERY_BLOCKS)
+        found = masses + (any_head.to(tl.int64) * num_q + first_block)[:, None, None] * num_k
+        for start in range(0, tl.cdiv(num_k, BLOCKS) if WHOLE else num_tiles, AT_ONCE):
+            which = start + tl.arange(0, AT_ONCE)
+            known = which < num_tiles
+            of_tile = which[:, None] * BLOCKS + tl.arange(0, BLOCKS)[None, :]
+            weights = tl.zeros([QUERY_BLOCKS, AT_ONCE, BLOCKS], tl.float32)
+            for some in range(0, ROWS, UNROLLED):
+                for r in tl.static_range(UNROLLED):
+                    line = tl.arange(0, QUERY_BLOCKS) * ROWS + some + r
+                    factor = tl.load(peaks + which[None, :] * TILE_ROWS + line[:, None], mask=known[None, :], other=0.0)
+                    at = sums + line[:, None, None] * width + of_tile[None, :, :]
+                    value = tl.load(at, mask=known[None, :, None], other=0.0)
+                    weights += value.to(tl.float32) * factor[:, :, None]
+            there = (first_block < num_q)[:, None, None] & (of_tile < num_k)[None, :, :]
+            if masses.dtype.element_ty == tl.int16:
+                at = forced + first_block.to(tl.int64)[:, None, None] * num_k + of_tile[None, :, :]
+                weights = as_weights(weights, tl.load(at, mask=there, other=0) != 0)
+            tl.store(found + of_tile[None, :, :], weights, mask=there)
+        tl.debug_barrier()  # before the next tile writes over the sums
 
 
-def can_pool(head_dim: int, dtype: torch.dtype, blocks: tuple[int, int], patch: tuple[int, int]) -> bool:
-    """Whether `pooled_masses` has room for these patches of these blocks."""
-    parts = [block // size for block, size in zip(blocks, patch, strict=True) if block % size == 0]
-    return padded_dim(head_dim) * dtype.itemsize <= ROW_BYTES and len(parts) == 2 and max(parts) <= MAX_PARTS
+class Operand(NamedTuple):
+    """Where the rows, or columns, of a scorer lie: a part of head h of a sample at `x` + its four strides.
+
+    Attributes:
+        patch: tokens that a row stands for.
+        step, first: row r begins at token r · step + first, of `tokens` (`load_part`).
+    """
+
+    x: Tensor
+    strides: tuple[int, int, int, int]  # of samples, heads, tokens, parts
+    patch: int
+    step: int
+    first: int
+    tokens: int
 
 
-def pooled_masses(
-    q: Tensor, k: Tensor, blocks: tuple[int, int], patch: tuple[int, int], *, is_causal: bool, scale: float
-) -> Tensor:
-    """`ops.scores.estimated_masses` of `MeanPooled(*patch)`, without masks."""
-    q, k = contiguous_rows(q), contiguous_rows(k)
+class Pooled(NamedTuple):
+    """Of patches: of "mean" their means, of "box" and "moments" what `MinMaxBound` and `Moments` make."""
+
+    kind: str
+    patch: tuple[int, int]
+
+    def fits(self, head_dim: int, dtype: torch.dtype, blocks: tuple[int, int]) -> bool:
+        width = padded_dim(head_dim) * (1 if self.kind == "mean" else 2)
+        return _fits(width, dtype, blocks, self.patch)
+
+    def operands(self, q: Tensor, k: Tensor, blocks: tuple[int, int], scale: float) -> Operands:
+        heads, heads_kv = q.shape[2], k.shape[2]
+        rows, columns, make = _pooling(q, k, blocks, self.patch, self.kind, scale)
+        (_, num_rows, width), (_, num_columns, _) = rows.shape, columns.shape
+        of_rows = (heads * num_rows * width, num_rows * width, width, 0)
+        of_columns = (heads_kv * num_columns * width, num_columns * width, width, 0)
+        return Operands(
+            Operand(rows, of_rows, self.patch[0], 1, 0, num_rows),
+            Operand(columns, of_columns, self.patch[1], 1, 0, num_columns),
+            width, 1, 0, 1.0, make, [q, k],
+        )  # fmt: skip
+
+
+class Antidiagonals(NamedTuple):
+    """Tokens `stride` at a time, side by side; those of a row the other way round."""
+
+    stride: int
+
+    def fits(self, head_dim: int, dtype: torch.dtype, blocks: tuple[int, int]) -> bool:
+        return _fits(padded_dim(head_dim), dtype, blocks, (self.stride, self.stride))
+
+    def operands(self, q: Tensor, k: Tensor, blocks: tuple[int, int], scale: float) -> Operands:
+        q, k, step = _near(q), _near(k), self.stride
+        (q_b, q_t, q_h, _), (k_b, k_t, k_h, _) = q.stride(), k.stride()
+        return Operands(
+            Operand(q, (q_b, q_h, q_t, -q_t), step, step, step - 1, q.shape[1]),
+            Operand(k, (k_b, k_h, k_t, k_t), step, step, 0, k.shape[1]),
+            q.shape[3], step, 1, scale / step, None, [],
+        )  # fmt: skip
+
+
+class Sampled(NamedTuple):
+    """The last query of every `stride`, and all keys."""
+
+    stride: int
+
+    def fits(self, head_dim: int, dtype: torch.dtype, blocks: tuple[int, int]) -> bool:
+        return _fits(padded_dim(head_dim), dtype, blocks, (self.stride, 1))
+
+    def operands(self, q: Tensor, k: Tensor, blocks: tuple[int, int], scale: float) -> Operands:
+        q, k = _near(q), _near(k)
+        (q_b, q_t, q_h, _), (k_b, k_t, k_h, _) = q.stride(), k.stride()
+        return Operands(
+            Operand(q, (q_b, q_h, q_t, 0), self.stride, self.stride, self.stride - 1, q.shape[1]),
+            Operand(k, (k_b, k_h, k_t, 0), 1, 1, 0, k.shape[1]),
+            q.shape[3], 1, 0, scale, None, [],
+        )  # fmt: skip
+
+
+class Given(NamedTuple):
+    """Rows (batch, R, heads, features), scale included, and columns (batch, C, heads_kv, features), of patches."""
+
+    rows: Tensor
+    columns: Tensor
+    patch: tuple[int, int]
+
+    def fits(self, head_dim: int, dtype: torch.dtype, blocks: tuple[int, int]) -> bool:
+        return _fits(padded_dim(self.rows.shape[3]), dtype, blocks, self.patch)
+
+    def operands(self, q: Tensor, k: Tensor, blocks: tuple[int, int], scale: float) -> Operands:
+        found = []
+        for x, size in zip((self.rows, self.columns), self.patch, strict=True):
+            near = _near(x.to(q.dtype))
+            b, t, h, _ = near.stride()
+            found.append(Operand(near, (b, h, t, 0), size, 1, 0, x.shape[1]))
+        return Operands(*found, self.rows.shape[3], 1, 0, 1.0, None, [])
+
+
+def _pooling(
+    q: Tensor, k: Tensor, blocks: tuple[int, int], patch: tuple[int, int], kind: str, scale: float
+) -> tuple[Tensor, Tensor, Callable[[], list[Launched | None]]]:
+    """Rows and columns, [batch · heads, patches, features], and what launches the kernel that makes them."""
     (batch, seq_q, heads, head_dim), (seq_k, heads_kv) = q.shape, k.shape[1:3]
-    num_q, num_k = ceil_div(seq_q, blocks[0]), ceil_div(seq_k, blocks[1])
-    of_q, of_k = blocks[0] // patch[0], blocks[1] // patch[1]
+    num_rows, num_columns = (
+        ceil_div(seq, block) * (block // size) for seq, block, size in zip((seq_q, seq_k), blocks, patch, strict=True)
+    )
     padded = padded_dim(head_dim)
-    rows = q.new_empty(batch * heads * num_q * of_q, padded)
-    # The last tile may reach beyond the columns of its head, where it sees nothing: into the next one's, or the spare.
-    columns = q.new_empty(batch * heads_kv * num_k * of_k + TILE_COLUMNS.value, padded)
-    made = torch.empty(batch, heads, num_q, num_k, dtype=torch.float32, device=q.device)
+    of_row, of_column = {"mean": (1, 1), "all": (1, 3)}.get(kind, (2, 2))
+    rows = q.new_empty(batch * heads, num_rows, of_row * padded)
+    columns = k.new_empty(batch * heads_kv, num_columns, of_column * padded)
     spread_q, spread_k = (min(max(size // 4, 1), POOLED_AT_ONCE.value) for size in patch)
-    units_q = batch * heads * ceil_div(num_q * of_q * spread_q, POOLED_AT_ONCE.value)
-    units_k = batch * heads_kv * ceil_div(num_k * of_k * spread_k, POOLED_AT_ONCE.value)
-    # Few rows are spread over many small tiles; large tiles read the columns less often.
-    wide = padded * q.dtype.itemsize > ROW_BYTES // 2
-    tile = max(of_q, min(32 * of_q, 64 if wide else 128))
-    options = {"num_warps": 8, "maxnreg": 128} if tile == 128 else {"num_warps": 4}
-    options["num_stages"] = (2 if wide else 3) - (q.dtype == torch.float32)  # whose products take more room
-    tiles = ceil_div(num_q * of_q, tile)
-    programs, scratch = batch * heads * tiles, made
-    if of_q > 1:
-        programs = min(programs, WAVES * num_processors(q.device), max(1, SCRATCH // (num_k * tile)))
-        scratch = torch.empty(programs, num_k, tile, dtype=torch.float32, device=q.device)
+    units_q = batch * heads * ceil_div(num_rows * spread_q, POOLED_AT_ONCE.value)
+    units_k = batch * heads_kv * ceil_div(num_columns * spread_k, POOLED_AT_ONCE.value)
 
-    def do() -> list[Launched | None]:
+    def make() -> list[Launched | None]:
         pooled = launch(
             pool_kernel, (units_q + units_k,), (q, k, rows, columns),
             (*q.stride()[:3], *k.stride()[:3],
-             heads, heads_kv, seq_q, seq_k, num_q * of_q, num_k * of_k, units_q, scale),
-            D=head_dim, PADDED_D=padded, PATCH_Q=patch[0], PATCH_K=patch[1], SPREAD_Q=spread_q, SPREAD_K=spread_k,
-            num_warps=2,
+             heads, heads_kv, seq_q, seq_k, num_rows, num_columns, units_q, scale),
+            D=head_dim, PADDED_D=padded, PATCH_Q=patch[0], PATCH_K=patch[1],
+            SPREAD_Q=spread_q, SPREAD_K=spread_k, KIND=KINDS[kind].value,
+            WIDTH_Q=rows.shape[2], WIDTH_K=columns.shape[2], num_warps=max(2, padded // 64),
         )  # fmt: skip
+        return [pooled]
+
+    return rows, columns, make
+
+
+def patches(
+    q: Tensor, k: Tensor, blocks: tuple[int, int], patch: tuple[int, int], scale: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Mean queries times the scale, and mean, largest and smallest coordinates of keys, of patches: (batch, patches,
+    heads, head_dim) each, in the dtype of q."""
+    q, k = contiguous_rows(q), contiguous_rows(k)
+    rows, columns, make = _pooling(q, k, blocks, patch, "all", scale)
+    key = "patches", q.device, like(q), like(k), blocks, patch, scale
+    repeat(_noted, key, [q, k, rows, columns], (), make)
+    head_dim, padded = q.shape[3], padded_dim(q.shape[3])
+    found = columns.unflatten(0, (len(k), -1)).unflatten(-1, (3, padded))[..., :head_dim].transpose(1, 2)
+    of_keys = found.unbind(-2)
+    return rows.unflatten(0, (len(q), -1)).transpose(1, 2)[..., :head_dim], of_keys[0], of_keys[1], of_keys[2]
+
+
+class Operands(NamedTuple):
+    """What `masses_kernel` multiplies.
+
+    Attributes:
+        width, parts, turn: numbers of a part, how many there are, and from token to token (`load_part`).
+        scale: of the products.
+        make: launches what makes them of the tensors `made_of`, if they have to be made.
+    """
+
+    rows: Operand
+    columns: Operand
+    width: int
+    parts: int
+    turn: int
+    scale: float
+    make: Callable[[], list[Launched | None]] | None
+    made_of: list[Tensor]
+
+
+Features = Pooled | Antidiagonals | Sampled | Given
+
+
+def _near(x: Tensor) -> Tensor:
+    x = contiguous_rows(x)
+    return x if abs(x.stride(1)) < MAX_STRIDE else x.contiguous()
+
+
+def _fits(width: int, dtype: torch.dtype, blocks: tuple[int, int], patch: tuple[int, int]) -> bool:
+    if width * dtype.itemsize > ROW_BYTES or any(block % size for block, size in zip(blocks, patch, strict=True)):
+        return False
+    of_q, of_k = blocks[0] // patch[0], blocks[1] // patch[1]
+    tile = _tile(width, dtype, of_q, of_k)
+    return of_q <= min(MAX_PARTS, tile.rows) and of_k <= tile.columns
+
+
+class _Tile(NamedTuple):
+    rows: int
+    columns: int
+    options: dict[str, int]
+
+
+def _tile(width: int, dtype: torch.dtype, of_q: int, of_k: int, parts: int = 1) -> _Tile:
+    """Few rows are spread over many small tiles; large tiles read the columns less often."""
+    wide = padded_dim(width) * dtype.itemsize > ROW_BYTES // 2
+    rows = max(of_q, min(32 * of_q, 64 if wide else 128))
+    columns = 128 if (rows == 128 and dtype.itemsize == 2) or of_k > 64 else 64
+    if wide:
+        columns = 64
+    if parts > 1:
+        return _Tile(rows, columns, {"num_warps": 8 if rows == 128 else 4, "num_stages": 3 - (dtype == torch.float32)})
+    options = {"num_warps": 8, "maxnreg": 128} if rows == 128 else {"num_warps": 4}
+    options["num_stages"] = 2 if wide or columns == 128 else 3
+    options["num_stages"] -= dtype == torch.float32  # whose products take more room
+    return _Tile(rows, columns, options)
+
+
+def fused_masses(
+    q: Tensor,
+    k: Tensor,
+    blocks: tuple[int, int],
+    features: Features,
+    *,
+    is_causal: bool,
+    scale: float,
+    forced: Tensor | None = None,
+) -> Tensor:
+    """`ops.scores.estimated_masses` of a scorer with these features, without masks.
+
+    Args:
+        features: `fits` must be true of them.
+        forced: uint8 [query blocks, key blocks], for `select_lists`: weights are wanted, int16, in which those are the
+            heaviest; what a row does not see holds anything.
+    """
+    q, k = contiguous_rows(q), contiguous_rows(k)
+    (batch, seq_q, heads, _), (seq_k, heads_kv) = q.shape, k.shape[1:3]
+    num_q, num_k = ceil_div(seq_q, blocks[0]), ceil_div(seq_k, blocks[1])
+    by = features.operands(q, k, blocks, scale)
+    rows, columns = by.rows, by.columns
+    of_q, of_k = blocks[0] // rows.patch, blocks[1] // columns.patch
+    tile = _tile(by.width, q.dtype, of_q, of_k, by.parts)
+    of_tile = tile.columns // of_k
+    tiles, tiles_k = ceil_div(num_q * of_q, tile.rows), ceil_div(num_k, of_tile)
+    # Sums are added up over the rows of a block: each may be coarse, if the products are.
+    kept = torch.float16 if of_q > 1 and q.dtype.itemsize == 2 else torch.float32
+    bytes_each = tiles_k * of_tile * tile.rows * kept.itemsize
+    programs = min(batch * heads * tiles, WAVES * num_processors(q.device), max(1, SCRATCH // bytes_each))
+    made_as = torch.float32 if forced is None else torch.int16
+    made = torch.empty(batch, heads, num_q, num_k, dtype=made_as, device=q.device)
+    sums = torch.empty(programs, tile.rows, tiles_k * of_tile, dtype=kept, device=q.device)
+    peaks = torch.empty(programs, tiles_k, tile.rows, dtype=torch.float32, device=q.device)
+
+    def do() -> list[Launched | None]:
+        pooled = by.make() if by.make else []
         multiplied = launch(
-            masses_kernel, (programs,), (rows, columns, made, scratch),
-            (batch * heads, heads // heads_kv, seq_q, seq_k, num_q, num_k, tiles),
-            PADDED_D=padded, PATCH_Q=patch[0], PATCH_K=patch[1], ROWS=of_q, COLUMNS=of_k,
-            TILE_ROWS=tile, TILE_BLOCKS=32, CAUSAL=is_causal, PRECISION=precision, **options,
+            masses_kernel, (programs,), (rows.x, columns.x, made, sums, peaks, sums if forced is None else forced),
+            (*rows.strides, *columns.strides, heads, heads // heads_kv, batch * heads, seq_q, seq_k, num_q, num_k,
+             rows.tokens, columns.tokens, tiles, tiles_k, by.scale * LOG2E.value),
+            D=by.width, PADDED_D=padded_dim(by.width), PARTS=by.parts, PATCH_Q=rows.patch, PATCH_K=columns.patch,
+            STEP_Q=rows.step, STEP_K=columns.step, FIRST_Q=rows.first, TURN=by.turn, ROWS=of_q, COLUMNS=of_k,
+            TILE_ROWS=tile.rows, TILE_COLUMNS=tile.columns, CAUSAL=is_causal, WHOLE=forced is None, PRECISION=precision,
+            **tile.options,
         )  # fmt: skip
-        return [pooled, multiplied]
+        return [*pooled, multiplied]
 
     precision = precision_of(q.dtype)
-    key = q.device, like(q), like(k), blocks, patch, is_causal, scale, precision
-    tensors = [q, k, rows, columns, made, *([scratch] if of_q > 1 else [])]
+    tensors = [*by.made_of, rows.x, columns.x, made, sums, peaks, *([] if forced is None else [forced])]
+    kind = (Given, features.patch) if isinstance(features, Given) else features
+    key = kind, like(q), like(k), like(rows.x), like(columns.x), q.device, blocks, is_causal, scale, made_as, precision
     repeat(_noted, key, tensors, (), do)
     return made
