@@ -253,8 +253,8 @@ def shapes_of_scores(draw, heads, generator, sizes=None):
 
 @st.composite
 def cases(draw, dropout=False, most=150, shaped=True, biased=True, head_dim=None):
-    """A whole call in float64; `shaped`: some with a cap, slopes or sinks, and `biased`, a bias. Heads of any width, v of
-    another, or all of `head_dim`."""
+    """A whole call in float64; `shaped`: some with a cap, slopes or sinks, and `biased`, a bias. Heads of any width and
+    v of another, or all of width `head_dim`."""
     seq_q, seq_k = draw(lengths(most))
     heads_kv = draw(st.integers(1, 3))
     heads = heads_kv * draw(st.integers(1, 3))
