@@ -31,12 +31,10 @@ from .bias import BiasGradient, bias_of_pairs, of_one_sample
 from .dropout import in_whole, keep_mask
 from .scratch import Scratch
 from .sizes import SizeRequest, Workspace
-from .tiling import Cut, Tile, Tiling, Unit
+from .tiling import MASKS_KEPT, Cut, KeptMasks, Tile, Tiling, Unit
 
 name = "blockwise"
 needs_work_order = False
-
-MASKS_KEPT = 1 << 20  # bytes of masks of partial blocks that a call keeps for the heads and samples that share them
 
 
 def can_run(request: Request) -> tuple[bool, str]:
@@ -206,8 +204,6 @@ class _Call(Tiling):
         self.own_key_heads = range(self.key_heads)
         self.turns = iter(product(range(self.batch), self.own_key_heads))
         self.scratch = Scratch(q)
-        self.masks: dict[int, Tensor] = {}
-        self.masks_kept = MASKS_KEPT  # bytes that are left for them
 
     def shares(self, num: int, at_once: int) -> list[_Call]:
         """The call `num` times, for threads of which `at_once` share the cache: each with some of the key heads, their
@@ -217,7 +213,7 @@ class _Call(Tiling):
             share = self.share(at_once)
             share.own_key_heads = range(self.key_heads * i // num, self.key_heads * (i + 1) // num)
             share.scratch = Scratch(self.k)
-            share.plans, share.masks, share.masks_kept = {}, {}, MASKS_KEPT // num
+            share.plans, share.masks = {}, KeptMasks(MASKS_KEPT // num)
             shares.append(share)
         self.enlarge /= at_once
         return shares
@@ -335,7 +331,7 @@ class _Call(Tiling):
             whole = None if options.places is None else in_whole(options.places, query, key)
             cells.add_(bias_of_pairs(of_unit, query, key, *layout.lengths, whole)[0].transpose(0, 1))
         if tile.rule_ids is not None:
-            cells[..., tile.num_full :, :].masked_fill_(self._hidden(tile, tile.rule_ids), -torch.inf)
+            cells[..., tile.num_full :, :].masked_fill_(self.hidden(tile, tile.rule_ids), -torch.inf)
         if tile.times is not None:
             cells.add_(tile.times.clamp(min=1).to(scores.dtype).log()[:, None, None, :, None])
             piece, at = (tile.times == 0).nonzero(as_tuple=True)
@@ -353,20 +349,6 @@ class _Call(Tiling):
             query_ids = query_ids[self._queries(tile).clamp(max=layout.seq_q - 1)]
             cells.masked_fill_(query_ids[:, None, :, None, None] != key_ids[:, None, None], -torch.inf)
         return scores
-
-    def _hidden(self, tile: Tile, rule_ids: Tensor) -> Tensor:
-        """Which pairs of a tile's partial blocks are not allowed, [num, 1, block_q, partial, block_k]."""
-        known = self.masks.get(id(tile))  # which lives as long as its plan
-        if known is not None:
-            return known
-        partial = tile.blocks[:, tile.num_full :]
-        query_block = tile.query_blocks[:, None].expand_as(partial)
-        allowed = self.layout.token_mask(query_block.flatten(), partial.flatten(), rule_ids.flatten())
-        hidden = ~allowed.view(len(partial), 1, -1, self.layout.block_q, self.layout.block_k).transpose(2, 3)
-        if hidden.numel() <= self.masks_kept:
-            self.masks[id(tile)] = hidden
-            self.masks_kept -= hidden.numel()
-        return hidden
 
     def add_to(self, of_bias: BiasGradient, dscores: Tensor, unit: Unit, tile: Tile) -> None:
         """The gradient of a tile's scores, as it is before that of a cap."""

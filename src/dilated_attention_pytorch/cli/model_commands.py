@@ -16,7 +16,7 @@ from . import train as train_module
 from .command import Debug, Device, Json, app, check_text, device_of, refuse_given, reported
 from .output import Document
 from .ranks import ranks_of_torchrun
-from .rules import rules_of
+from .rules import rule_of, rules_of
 
 OF_ANY_RUN = {"text", "resume", "steps", "save_every", "log", "as_json", "debug"}
 
@@ -194,17 +194,36 @@ def generate(
         Optional[str],  # noqa: UP045
         typer.Option(help="Attention of a model of transformers, see `show --help`.", show_default="the model's own"),
     ] = None,
+    scorer: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help=f"Blocks chosen from the content, by {', '.join(SCORERS)}.", show_default="none"),
+    ] = None,
+    keep: Annotated[
+        Optional[float],  # noqa: UP045
+        typer.Option(help="Share of the causal blocks that the scorer keeps.", show_default="0.25"),
+    ] = None,
+    block: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="Tokens of the scorer's blocks, of query x key blocks.", show_default="64x16"),
+    ] = None,
+    rule: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(help="A file of `calibrate`, which says how blocks are chosen.", show_default="none"),
+    ] = None,
     echo: Annotated[bool, typer.Option(help="Show the prompt, too.")] = True,
     device: Device = None,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Sample from a model: what `train` made, or one of transformers, dense or with a pattern. Nothing is downloaded.
+    """Sample from a model: what `train` made, or one of transformers, dense, with a pattern or with chosen blocks.
+
+    Nothing is downloaded.
 
     \b
     dilated-attention generate run --prompt 'def '
     dilated-attention generate run --prompt-file start.txt --max-tokens 2000 --top-p 0.9 --seed 1 > more.txt
     dilated-attention generate models/smollm2 --prompt 'Once' --pattern 'window:1024 | global:4' --temperature 0
+    dilated-attention generate models/smollm2 --prompt-file book.txt --scorer patches --keep 0.25
 
     Text appears as it is drawn; control characters are written out on a terminal, and not in a pipe.
     """
@@ -215,13 +234,14 @@ def generate(
         draws = generate_module.Draws(
             max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
         )
+        attention = rule_of(pattern, scorer, keep, block, rule)
         text = prompt or ""
         if prompt_file is not None:
             if not prompt_file.is_file():
                 raise ValueError(f"--prompt-file must be a file, got {prompt_file}")
             text = prompt_file.read_text(encoding="utf-8", errors="surrogateescape")
         return generate_module.run(
-            console, model, prompt=text, draws=draws, pattern=pattern, echo=echo, device=device_of(device)
+            console, model, prompt=text, draws=draws, rule=attention, echo=echo, device=device_of(device)
         )
 
     reported(generated, as_json=as_json, debug=debug)
