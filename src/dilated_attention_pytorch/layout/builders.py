@@ -15,7 +15,7 @@ from ..patterns.tokens import EVERYTHING, Interval
 from . import build
 from .bitmaps import NO_BITMAPS, UniqueBitmaps
 from .checks import block_pair, check_device, check_mask, check_rows, check_sizes
-from .closed_form import can_build, lists_of, most_blocks, tables_of
+from .closed_form import can_build, lists_of, most_blocks, ranges_of_queries, tables_of
 from .lists import HOST, BlockList, send
 from .pairs import find_pairs
 from .ranges import bounds_of
@@ -49,12 +49,11 @@ def from_pattern(
     if query_blocks is not None:
         check_rows("query_blocks", query_blocks, ceil_div(seq_q, blocks[0]), device)
     documents = torch.empty_like(NO_DOCUMENTS, device=device)
-    if ranges:
-        position = torch.arange(seq_k - seq_q, seq_k, dtype=torch.int32, device=device)
-        if query_blocks is not None:
-            position = tokens_of(query_blocks, blocks[0], seq_q).int() + (seq_k - seq_q)
-        bounds = [bounds_of(each, position) for each in ranges]
-        documents = bounds[0] if len(bounds) == 1 else torch.cat(bounds)
+    if ranges and query_blocks is None:
+        documents = ranges_of_queries(ranges, lengths, device)
+    elif ranges and query_blocks is not None:
+        position = tokens_of(query_blocks, blocks[0], seq_q).int() + (seq_k - seq_q)
+        documents = torch.cat([bounds_of(each, position) for each in ranges])
     if query_blocks is None and terms.closed and can_build(device):
         found = _closed_lists(terms, documents, lengths, blocks)
     else:
