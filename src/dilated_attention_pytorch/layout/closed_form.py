@@ -27,6 +27,7 @@ from .ranges import bounds_of
 from .rules import NOTHING
 from .terms import Term, rule_table
 
+MOST_PLACES = 1 << 24  # of a list whose blocks are not counted: 64 MiB
 DEVICES = ("cuda",)  # where it is quicker than `layout.build`
 HAVE_KERNELS = find_spec("triton") is not None and torch.version.hip is None
 
@@ -78,17 +79,18 @@ class ClosedForm:
 
 
 def lists_of(
-    tables: Tables, documents: Tensor, lengths: tuple[int, int], blocks: tuple[int, int], capacity: int | None
+    tables: Tables, documents: Tensor, lengths: tuple[int, int], blocks: tuple[int, int], most: int
 ) -> tuple[BlockList, Tensor, ClosedForm]:
     """The lists by query, their order of work, and what the lists by key are made of.
 
     Args:
-        capacity: None to count the blocks, which waits for the device.
+        most: blocks that there may be. There is room for all of them, unless that is so much that they are counted.
     """
     from ..kernels import layouts
 
     spans = layouts.row_spans(tables.terms, documents, lengths, blocks, ceil_div(lengths[0], blocks[0]))
-    capacity = spans.total() if capacity is None else capacity
+    # Waiting is cheaper than a gigabyte. It happens where documents are data, and long ones are allowed for.
+    capacity = spans.total() if most > MOST_PLACES else most
     by_query, work = layouts.filled(spans, tables.bases, capacity)
     return by_query, work, ClosedForm(spans, tables.bases, capacity)
 
@@ -125,10 +127,10 @@ def _table_of(rule: RangePattern) -> tuple[Sequence[int], int, int, int] | None:
     return None
 
 
-def most_blocks(terms: Sequence[Term], lengths: tuple[int, int], blocks: tuple[int, int]) -> int:
-    """At least as many blocks as a list of these terms has; for a term that is an interval alone about as many."""
+def most_blocks(of_heads: Sequence[Sequence[Term]], lengths: tuple[int, int], blocks: tuple[int, int]) -> list[int]:
+    """At least as many blocks as the list of each head has; for a term that is an interval alone about as many."""
     everything = ceil_div(lengths[0], blocks[0]) * ceil_div(lengths[1], blocks[1])
-    return min(everything, sum(_most_of(term, lengths, blocks) for term in terms))
+    return [min(everything, sum(_most_of(term, lengths, blocks) for term in terms)) for terms in of_heads]
 
 
 def _most_of(term: Term, lengths: tuple[int, int], blocks: tuple[int, int]) -> int:

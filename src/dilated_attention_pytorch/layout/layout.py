@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..patterns import Pattern
 from ..patterns.blocks import ceil_div
-from . import builders, cost, derived, flattening, key_ranges, slicing, tiles, tree
+from . import builders, cost, derived, flattening, key_ranges, packed, slicing, tiles, tree
 from .bitmaps import NO_BITMAPS
 from .checks import check_layout
 from .eager import is_plain, plainly
@@ -142,6 +142,28 @@ class BlockLayout:
                 well, and too small a capacity is an error (on a GPU an assertion of the device).
         """
         return key_ranges.from_key_ranges(cls, starts, stops, seq_k, block_size, capacity)
+
+    @classmethod
+    def from_documents(
+        cls,
+        pattern: Pattern | None = None,
+        seq: int | None = None,
+        *,
+        cu_seqlens: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        block_size: int | tuple[int, int],
+    ) -> BlockLayout:
+        """Packed documents that are data: `pattern & Documents(lengths)`, with the lengths in a tensor on a GPU.
+
+        There, for token rules, nothing waits: lists have room for what the pattern alone would need (from 2²⁴ blocks on
+        they are counted, which waits), and wrong data are an assertion of the device. Else lengths are read first.
+
+        Args:
+            pattern: what holds inside of documents, by default nothing; seq: tokens, by default as many as ids.
+            cu_seqlens: int32 or int64 [documents + 1]: 0, the end of the first document, of the second, …, seq.
+            document_ids: or int32 or int64 [seq]: the document of each token, every number in one run of tokens.
+        """
+        return packed.from_documents(cls, pattern, seq, cu_seqlens, document_ids, block_size)
 
     @classmethod
     def from_mask(cls, mask: Tensor, block_size: int | tuple[int, int]) -> BlockLayout:
@@ -417,17 +439,13 @@ class BlockLayout:
         new = {"bitmaps": NO_BITMAPS.to(given["branches"].device), "evaluated": 0, "ranges_ascend": False}  # type: ignore[attr-defined]
         self.__dict__.update({"call_cache": {}, **new, **given, "_derived": {}})
 
-    def _kept_text(self) -> str:
-        """Where there are data to count."""
-        counted = is_plain(self.by_query.offsets) and not self.by_query.offsets.is_meta
-        return f"{self.block_density:.1%} of the blocks, " if counted else ""
-
     def __repr__(self) -> str:
+        known = is_plain(self.by_query.offsets) and not self.by_query.offsets.is_meta
+        kept = f"{self.block_density:.1%} of the blocks, " if known else ""
         lists = f", lists={list(self._list_shape)}" if self._list_shape else ""
         kind = f", kind={self.kind!r}" if self.kind else ""
         dilated = f", branches={self.branches.shape[1]}, num_residues={self.num_residues}" if self.dilated else ""
         return (
             f"BlockLayout(seq_q={self.seq_q}, seq_k={self.seq_k}, block={self.block_q}x{self.block_k}{lists}{kind}"
-            f"{dilated}{tiles.cost_text(self)}, {self._kept_text()}"
-            f"device={str(self.device)!r})"
+            f"{dilated}{tiles.cost_text(self)}, {kept}device={str(self.device)!r})"
         )
