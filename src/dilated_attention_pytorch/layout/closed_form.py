@@ -100,7 +100,8 @@ def ranges_of_queries(
 ) -> Tensor:
     """`BlockLayout.documents`: of each of these ranges, all of whose rules hold, what it is for every query."""
     behind = lengths[1] - lengths[0]
-    tables = [_table_of(rules[0]) if len(rules) == 1 and can_build(device) else None for rules in ranges]
+    built = can_build(device)
+    tables = [_table_of(rules[0]) if len(rules) == 1 and built else None for rules in ranges]
     if not all(tables):
         position = torch.arange(behind, lengths[1], dtype=torch.int32, device=device)
         bounds = [bounds_of(rules, position) for rules in ranges]

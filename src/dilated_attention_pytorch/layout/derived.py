@@ -11,7 +11,6 @@ from torch import Tensor
 from ..patterns.tokens import UNBOUNDED, Interval
 from . import build
 from .bitmaps import bits_of
-from .closed_form import can_build
 from .eager import is_plain
 from .lists import BlockList
 from .rules import NO_DOCUMENTS, NOTHING, key_bounds
@@ -26,7 +25,7 @@ SORTED_AT_ONCE = 1 << 20
 def by_key(layout: BlockLayout) -> BlockList:
     """See `BlockLayout.by_key`."""
     form = layout._derived.get("closed_form")
-    if form is not None and can_build(layout.device):
+    if form is not None and not torch.compiler.is_dynamo_compiling() and is_plain(layout.by_query.indices):
         lists, work = form.by_key(layout.num_k_blocks)
         layout._derived.setdefault("key_work", work)
         layout._derived.pop("closed_form", None)
