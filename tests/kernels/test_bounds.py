@@ -81,7 +81,7 @@ def test_ranges_that_move_back_are_read_by_query():
     assert not layout.ranges_ascend
     assert not layout.seen_by.numel()
     layout = BlockLayout.from_key_ranges(starts[:3], stops[:3], 4, block_size=16)
-    assert layout.seen_by.tolist() == [[0, 0, 1, 1], [1, 1, 1, 1]]
+    assert layout.seen_by.tolist() == [[2, 2, 2, 2], [0, 0, 1, 1]]
 
 
 OF_DOCUMENTS = {

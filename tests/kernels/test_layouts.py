@@ -9,7 +9,17 @@ pytest.importorskip("triton", reason="needs triton, which there is for Linux alo
 if torch.cuda.is_available():
     pytest.skip("needs a machine without a CUDA device, where kernels are interpreted", allow_module_level=True)
 
-from dilated_attention_pytorch import BlockLayout, Causal, Chunks, Documents, Full, GlobalTokens, PerHead, SlidingWindow
+from dilated_attention_pytorch import (
+    BlockLayout,
+    Causal,
+    Chunks,
+    Documents,
+    Full,
+    GlobalTokens,
+    LocalBlocks,
+    PerHead,
+    SlidingWindow,
+)
 from dilated_attention_pytorch.layout import closed_form
 from dilated_attention_pytorch.layout.closed_form import most_blocks
 from dilated_attention_pytorch.layout.terms import MAX_INTERVALS, terms_of, written
@@ -95,12 +105,69 @@ def test_there_is_room_for_all_blocks(call):
     pattern, lengths, blocks = call
     for head in getattr(pattern, "patterns", (pattern,)):
         layout = BlockLayout.from_pattern(head, *lengths, block_size=blocks)
-        assert most_blocks(terms_of(head), lengths, blocks) >= len(layout.by_query.indices)
+        assert most_blocks([terms_of(head)], lengths, blocks)[0] >= len(layout.by_query.indices)
 
 
 def test_room_is_no_larger_than_needed_for_single_windows():
     """The memory of a layout is a promise."""
     for left, right, blocks in ((100, 0, 16), (None, 0, 32), (700, 30, (16, 64)), (5, None, (64, 16)), (60, -40, 16)):
         layout = BlockLayout.from_pattern(SlidingWindow(left, right), 2000, block_size=blocks)
-        most = most_blocks(terms_of(SlidingWindow(left, right)), (2000, 2000), layout.blocks)
+        (most,) = most_blocks([terms_of(SlidingWindow(left, right))], (2000, 2000), layout.blocks)
         assert len(layout.by_query.indices) <= most <= 1.02 * len(layout.by_query.indices)
+
+
+OF_DOCUMENTS = {
+    "all": (None, 100),
+    "causal": (Causal(), 100),
+    "several rules": (SlidingWindow(9, 0) | GlobalTokens(5) | Chunks(30) & Causal(), 100),
+    "by head": (PerHead((Causal(), SlidingWindow(9, 9) | GlobalTokens(at=(50,)))), 100),
+    "block rules, whose lists are found": (LocalBlocks(32, block_size=16), 96),
+}
+
+
+@pytest.mark.parametrize("kernels", [True, False])
+@pytest.mark.parametrize("name", OF_DOCUMENTS)
+def test_documents_that_are_data(name, kernels, monkeypatch):
+    """The layout of the same documents as a pattern: from cumulative lengths with padding, and from ids."""
+    pattern, seq = OF_DOCUMENTS[name]
+    lengths = (1, 38, 20, seq - 59)
+    want = BlockLayout.from_pattern((Full() if pattern is None else pattern) & Documents(lengths), seq, block_size=16)
+    edges = torch.tensor([0, 1, 39, 59, seq, seq, seq])
+    ids = torch.tensor([7, 3, -2, 9]).repeat_interleave(torch.tensor(lengths))
+    monkeypatch.setattr(closed_form, "DEVICES", ("cpu",) if kernels else ())
+    for data in ({"cu_seqlens": edges, "seq": seq}, {"cu_seqlens": edges.int(), "seq": seq}, {"document_ids": ids}):
+        got = BlockLayout.from_documents(pattern, **data, block_size=16)
+        assert ("closed_form" in got._derived) == (kernels and "found" not in name)
+        got.order(by_key=True)
+        num = int(want.by_query.offsets[-1])
+        for mine, theirs in ((got.by_query, want.by_query), (got.by_key, want.by_key)):
+            assert torch.equal(mine.offsets, theirs.offsets)
+            assert torch.equal(mine.indices[:num], theirs.indices[:num])
+        assert torch.equal(got.to_dense(), want.to_dense())
+        assert torch.equal(got.seen_by, want.seen_by)
+
+
+def test_blocks_are_counted_where_there_may_be_very_many(monkeypatch):
+    monkeypatch.setattr(closed_form, "DEVICES", ("cpu",))
+    monkeypatch.setattr(closed_form, "MOST_PLACES", 20)
+    edges = torch.tensor([0, 30, 60, 100])
+    got = BlockLayout.from_documents(Causal(), 100, cu_seqlens=edges, block_size=16)
+    assert len(got.by_query.indices) == int(got.by_query.offsets[-1]) == len(got.by_key.indices)
+    assert torch.equal(
+        got.to_dense(), BlockLayout.from_pattern(Causal() & Documents((30, 30, 40)), 100, block_size=16).to_dense()
+    )
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"cu_seqlens": torch.tensor([1, 100]), "seq": 100}, "cu_seqlens must begin with 0"),
+        ({"cu_seqlens": torch.tensor([0, 99]), "seq": 100}, "cu_seqlens must begin with 0"),
+        ({"cu_seqlens": torch.tensor([0, 60, 50, 100]), "seq": 100}, "cu_seqlens must begin with 0"),
+        ({"document_ids": torch.tensor([1, 2, 1])}, "document_ids must have every number in one run"),
+    ],
+)
+def test_wrong_documents_are_an_assertion_of_the_device(data, message, monkeypatch):
+    monkeypatch.setattr(closed_form, "DEVICES", ("cpu",))
+    with pytest.raises(RuntimeError, match=message):
+        BlockLayout.from_documents(Causal(), **data, block_size=16)

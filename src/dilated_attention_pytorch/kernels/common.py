@@ -109,8 +109,8 @@ def query_bounds(key, rules, seen_by, seq_q, seq_k, DOCUMENTS: tl.constexpr):
     if DOCUMENTS:
         key_range = tl.load(rules + 4)
         known = tl.minimum(key, seq_k - 1)
-        first = tl.where(key_range > 0, tl.maximum(first, tl.load(seen_by + known)), first)
-        last = tl.where(key_range > 0, tl.minimum(last, tl.load(seen_by + seq_k + known)), last)
+        first = tl.where(key_range > 0, tl.maximum(first, tl.load(seen_by + seq_k + known)), first)
+        last = tl.where(key_range > 0, tl.minimum(last, tl.load(seen_by + known) - 1), last)
     return first, last
 
 

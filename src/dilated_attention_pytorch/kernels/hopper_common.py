@@ -88,7 +88,9 @@ def _described(x: Tensor, shape: Sequence[int], strides: Sequence[int], block: S
         if len(_known) >= MOST:
             _known.clear()
         fields = _known[key] = {**vars(made), "base": None}
-    return described_again(TensorDescriptor, {**fields, "shape": list(shape), "strides": list(strides)}, x)
+    described = described_again(TensorDescriptor, fields, x)
+    described.shape, described.strides = list(shape), list(strides)
+    return described
 
 
 @gluon.jit

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ import torch
 import triton
 from torch import Tensor
 
-from ..caches import register_container
+from ..caches import cached, register_container
 
 try:
     from triton.backends.nvidia import driver
@@ -94,6 +95,10 @@ class Launched(NamedTuple):
 keep_back: Callable[[Any, Sequence[Any], tuple[Any, ...], dict[str, Any]], bool] | None = None
 
 
+def _run(compiled: Any, grid: tuple[int, ...], *arguments: Any) -> None:
+    compiled[grid](*arguments)
+
+
 class Compiled(NamedTuple):
     """What Triton compiled for launches that share all it looks at, with the constants among their arguments."""
 
@@ -103,9 +108,9 @@ class Compiled(NamedTuple):
 
     def bound(self, grid: tuple[int, ...], numbers: tuple[Any, ...]) -> Bound:
         direct = self.direct
-        if direct is not None and direct.head[:3] != grid:
-            direct = direct._replace(head=(*grid, *direct.head[3:]))
-        return Bound(self.compiled[grid], (*numbers, *self.constants), direct)
+        if direct is not None:
+            direct = Direct(direct.run, (*grid, *direct.head[3:]), direct.metas)
+        return Bound(partial(_run, self.compiled, grid), (*numbers, *self.constants), direct)
 
 
 _compiled: dict[tuple[Any, ...], Compiled] = {}
@@ -132,7 +137,7 @@ def launch(
             return launch(kernel, grid, data, numbers, **constants)
     whole_grid = (*grid, 1, 1)[:3]
     kinds = tuple(map(_kind, data)), _kinds_of_numbers(kernel, len(data), numbers)
-    key = kernel, device, tuple(constants.values()), *kinds
+    key = kernel, device, tuple(constants.values()), kinds
     known = _compiled.get(key)
     if known is not None:
         found = known.bound(whole_grid, numbers)
@@ -153,15 +158,25 @@ def launch(
 def _kinds_of_numbers(kernel: Any, start: int, numbers: tuple[Any, ...]) -> tuple[Any, ...]:
     """What Triton compiles by: the type of each, and where a kernel does not say otherwise whether it is 1 or a
     multiple of 16. So another length compiles nothing, and is no new entry."""
-    parameters = getattr(kernel, "params", None)
-    if parameters is None:  # interpreted: nothing is compiled
+    looked_at = _looked_at(kernel, start, len(numbers))
+    if looked_at is None:  # interpreted: nothing is compiled
         return numbers
-    return tuple(
-        (type(x), -(2**31) <= x < 2**31, not parameter.do_not_specialize and (x == 1, x % 16 == 0))
-        if type(x) is not float
-        else float
-        for x, parameter in zip(numbers, parameters[start:], strict=False)
-    )
+    wide = () if not numbers or (max(numbers) < 2**31 and min(numbers) >= -(2**31)) else tuple(map(_is_wide, numbers))
+    closer = tuple([(x == 1, x % 16 == 0) for x in [numbers[i] for i in looked_at] if type(x) is int])
+    return tuple(map(type, numbers)), wide, closer
+
+
+def _is_wide(x: Any) -> bool:
+    return type(x) is int and not -(2**31) <= x < 2**31
+
+
+@cached(256, "numbers of kernels that Triton looks closer at")
+def _looked_at(kernel: Any, start: int, num: int) -> tuple[int, ...] | None:
+    """Their places among the numbers, which begin behind `start` parameters."""
+    parameters = getattr(kernel, "params", None)
+    if parameters is None:
+        return None
+    return tuple(i for i, parameter in enumerate(parameters[start : start + num]) if not parameter.do_not_specialize)
 
 
 def _kind(x: Any) -> tuple[Any, ...]:
@@ -193,7 +208,7 @@ class Address(NamedTuple):
 def described_again(kind: Any, fields: dict[str, Any], x: Any) -> Any:
     """A descriptor of x with the fields of one that Triton has checked, which was of a tensor like it."""
     described = kind.__new__(kind)
-    vars(described).update(fields, base=x)
+    described.__dict__.update(fields, base=x)
     return described
 
 

@@ -30,6 +30,7 @@ TERMS = tl.constexpr(8)  # lanes for `layout.terms.MAX_INTERVALS` terms
 ROWS = tl.constexpr(NEAR)  # of a neighbourhood
 COLUMNS = tl.constexpr(128)  # listed at a time
 SUMS = tl.constexpr(512)  # neighbourhoods looked at at a time
+TOKENS = tl.constexpr(256)  # of a program
 NONE = tl.constexpr(2**31 - 1)
 
 NUMBERS = ("num_terms", "num_rows", "num_others", "seq_q", "seq_k", "block_q", "shift_k")
@@ -57,8 +58,17 @@ def _size(first, stop, num_terms):
 
 
 @triton.jit
-def _store_spans(spans, counts, near, which, row, term, first, stop, first_full, stop_full, num_terms, num_rows):
+def _parts_of(spans, num_lists, num_terms, num_rows):
+    """Where in `Spans` counts and sums of neighbourhoods begin."""
+    counts = spans + num_lists.to(tl.int64) * (4 * num_terms * num_rows)
+    return counts, counts + num_lists.to(tl.int64) * (2 * num_rows)
+
+
+@triton.jit
+def _store_spans(spans, which, row, term, first, stop, first_full, stop_full, num_terms, num_rows):
     """The spans of a neighbourhood, how many blocks its rows have, full ones and all, and of all their sum and most."""
+    num_lists = tl.num_programs(0) // tl.cdiv(num_rows, ROWS)
+    counts, near = _parts_of(spans, num_lists, num_terms, num_rows)
     inside = (row[:, None] < num_rows) & (term[None, :] < num_terms)
     at = spans + ((which.to(tl.int64) * 4 * num_terms + term[None, :]) * num_rows + row[:, None])
     step = num_terms * num_rows
@@ -85,7 +95,7 @@ def _range_of(documents, key_range, position, behind, seq_q, side: tl.constexpr,
 
 @triton.jit(do_not_specialize=NUMBERS)
 def row_spans_kernel(
-    terms, documents, spans, counts, near, num_terms, num_rows, seq_q, seq_k, block_q, shift_k, RANGES: tl.constexpr
+    terms, documents, spans, num_terms, num_rows, seq_q, seq_k, block_q, shift_k, RANGES: tl.constexpr
 ):  # fmt: skip
     """Of rows of query blocks, `layout.build.Span.of`, but that spans of rows that see nothing ascend too."""
     near_per_list = tl.cdiv(num_rows, ROWS)
@@ -121,9 +131,7 @@ def row_spans_kernel(
     cut = seeing_tail < tail
     place = tl.maximum(first_full, stop_full)
     first_full, stop_full = tl.where(cut, place, first_full), tl.where(cut, place, stop_full)
-    _store_spans(
-        spans, counts, near, which, row, term, touched, reached, first_full, stop_full, num_terms, num_rows
-    )  # fmt: skip
+    _store_spans(spans, which, row, term, touched, reached, first_full, stop_full, num_terms, num_rows)
 
 
 @triton.jit
@@ -140,7 +148,7 @@ def _num_up_to(column, row_of, num_rows, inside):
 
 
 @triton.jit(do_not_specialize=NUMBERS)
-def column_spans_kernel(row_spans, spans, counts, near, num_terms, num_rows, num_others):
+def column_spans_kernel(row_spans, spans, num_terms, num_rows, num_others):
     """Of `num_rows` columns of key blocks the runs of rows that touch and fill each, from the spans of all rows."""
     near_per_list = tl.cdiv(num_rows, ROWS)
     which, row = tl.program_id(0) // near_per_list, tl.program_id(0) % near_per_list * ROWS + tl.arange(0, ROWS)
@@ -154,17 +162,18 @@ def column_spans_kernel(row_spans, spans, counts, near, num_terms, num_rows, num
     first_full = _num_up_to(column, at + 3 * step, num_others, inside)
     first, stop = tl.where(inside, first, 0), tl.where(inside, stop, 0)
     first_full, stop_full = tl.where(inside, first_full, 0), tl.where(inside, stop_full, 0)
-    _store_spans(spans, counts, near, which, row, term, first, stop, first_full, stop_full, num_terms, num_rows)
+    _store_spans(spans, which, row, term, first, stop, first_full, stop_full, num_terms, num_rows)
 
 
 @triton.jit(do_not_specialize=NUMBERS)
 def fill_kernel(
-    spans, counts, near, bases, offsets, splits, indices, rule_ids, work, num_terms, num_rows,
+    spans, bases, offsets, splits, indices, rule_ids, work, num_terms, num_rows,
     HAS_RULE_IDS: tl.constexpr,
 ):  # fmt: skip
     """One row of a list: its offset, its place in the order of work, and its blocks."""
     which, row = tl.program_id(0) // num_rows, tl.program_id(0) % num_rows
     near_per_list = tl.cdiv(num_rows, ROWS)
+    counts, near = _parts_of(spans, tl.num_programs(0) // num_rows, num_terms, num_rows)
     neighbourhood = row // ROWS
     # Blocks before this row.
     at_once, of_all = tl.arange(0, SUMS), which * near_per_list + neighbourhood
@@ -225,17 +234,48 @@ def fill_kernel(
         reached = tl.where(run < NONE, end, reached)
 
 
-class Spans(NamedTuple):
-    """The spans of some rows, or columns, of every list, with the counts that come of them."""
+@triton.jit(do_not_specialize=["num", "starts_at", "stops_at", "seq_q", "behind"])
+def stretches_kernel(table, documents, num, starts_at, stops_at, seq_q, behind):
+    """The range of every query, of `num` stretches whose edges, starts and stops stand in a table. A query before the
+    first stretch sees nothing."""
+    query = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    position = query + behind
+    number = _num_up_to(position, table + position * 0, num + 1, query < seq_q)
+    number = tl.minimum(tl.maximum(number - 1, 0), num - 1)
+    inside = query < seq_q
+    start = tl.load(table + starts_at + number, mask=inside & (position >= 0), other=0)
+    stop = tl.load(table + stops_at + number, mask=inside & (position >= 0), other=0)
+    tl.store(documents + query, start, mask=inside)
+    tl.store(documents + seq_q + query, stop, mask=inside)
 
-    spans: Tensor  # [lists, 4, terms, rows]: first and stop of what is touched, and of what is filled
-    counts: Tensor  # [lists, 2, rows]: full blocks, and all
-    near: Tensor  # [lists, neighbourhoods, 2]: all blocks of the rows, and the most of one
+
+class Spans(NamedTuple):
+    """The spans of some rows, or columns, of every list, and what comes of them.
+
+    Attributes:
+        numbers: int32, one after the other: spans [lists, 4, terms, rows], first and stop of what is touched and of
+            what is filled; counts [lists, 2, rows], full blocks and all; and of each neighbourhood [lists,
+            neighbourhoods, 2] all blocks of its rows, and the most of one.
+    """
+
+    numbers: Tensor
+    num_lists: int
+    num_terms: int
+    num_rows: int
 
     @classmethod
     def empty(cls, num_lists: int, num_terms: int, num_rows: int, device: torch.device) -> Spans:
-        shapes = (num_lists, 4, num_terms, num_rows), (num_lists, 2, num_rows), (num_lists, -(-num_rows // NEAR), 2)
-        return cls(*(torch.empty(shape, dtype=torch.int32, device=device) for shape in shapes))
+        size = num_lists * (num_rows * (4 * num_terms + 2) + 2 * -(-num_rows // NEAR))
+        return cls(torch.empty(size, dtype=torch.int32, device=device), num_lists, num_terms, num_rows)
+
+    @property
+    def num_near(self) -> int:
+        """Neighbourhoods of all lists."""
+        return self.num_lists * -(-self.num_rows // NEAR)
+
+    def total(self) -> int:
+        """Blocks of all lists. It waits for the device."""
+        return int(self.numbers[-2 * self.num_near :: 2].sum())
 
 
 def row_spans(
@@ -249,19 +289,19 @@ def row_spans(
     num_lists, num_terms = terms.shape[:2]
     found = Spans.empty(num_lists, num_terms, num_rows, terms.device)
     launcher.launch(
-        row_spans_kernel, (found.near.numel() // 2,), (terms, documents, *found),
+        row_spans_kernel, (found.num_near,), (terms, documents, found.numbers),
         (num_terms, num_rows, *lengths, blocks[0], blocks[1].bit_length() - 1), RANGES=documents.numel() > 0,
     )  # fmt: skip
     return found
 
 
-def column_spans(of_rows: Tensor, num_columns: int) -> Spans:
-    """Of every column of key blocks, from the `Spans.spans` of all rows."""
-    num_lists, _, num_terms, num_rows = of_rows.shape
-    found = Spans.empty(num_lists, num_terms, num_columns, of_rows.device)
+def column_spans(of_rows: Spans, num_columns: int) -> Spans:
+    """Of every column of key blocks, from those of all rows."""
+    found = Spans.empty(of_rows.num_lists, of_rows.num_terms, num_columns, of_rows.numbers.device)
     launcher.launch(
-        column_spans_kernel, (found.near.numel() // 2,), (of_rows, *found), (num_terms, num_columns, num_rows)
-    )
+        column_spans_kernel, (found.num_near,), (of_rows.numbers, found.numbers),
+        (found.num_terms, num_columns, of_rows.num_rows),
+    )  # fmt: skip
     return found
 
 
@@ -272,15 +312,27 @@ def filled(found: Spans, bases: Tensor | None, capacity: int) -> tuple[BlockList
         bases: int32 [lists], the first rule of each list; None where all blocks share rule 0.
         capacity: places for blocks, at least as many as there are.
     """
-    num_lists, _, num_terms, num_rows = found.spans.shape
-    rows = num_lists * num_rows
+    rows = found.num_lists * found.num_rows
     offsets, splits, indices, rule_ids, work = (
-        torch.empty(size, dtype=torch.int32, device=found.spans.device)
+        torch.empty(size, dtype=torch.int32, device=found.numbers.device)
         for size in (rows + 1, rows, capacity, 0 if bases is None else capacity, (rows, 4))
     )
     launcher.launch(
         fill_kernel, (rows,),
-        (*found, splits if bases is None else bases, offsets, splits, indices, rule_ids, work), (num_terms, num_rows),
-        HAS_RULE_IDS=bases is not None,
+        (found.numbers, splits if bases is None else bases, offsets, splits, indices, rule_ids, work),
+        (found.num_terms, found.num_rows), HAS_RULE_IDS=bases is not None, num_warps=1,
     )  # fmt: skip
     return BlockList(offsets, splits, indices, rule_ids), work
+
+
+def of_stretches(table: Tensor, num: int, starts_at: int, stops_at: int, behind: int, documents: Tensor) -> None:
+    """The range of every query into `documents` [2, seq_q].
+
+    Args:
+        table: int32: the `num + 1` edges of stretches, and their starts and stops from these places on.
+        behind: the position of the first query.
+    """
+    seq_q = documents.shape[1]
+    launcher.launch(
+        stretches_kernel, (-(-seq_q // TOKENS.value),), (table, documents), (num, starts_at, stops_at, seq_q, behind)
+    )

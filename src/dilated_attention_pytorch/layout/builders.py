@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +14,7 @@ from ..patterns.tokens import EVERYTHING, Interval
 from . import build
 from .bitmaps import NO_BITMAPS, UniqueBitmaps
 from .checks import block_pair, check_device, check_mask, check_rows, check_sizes
-from .closed_form import can_build, lists_of, most_blocks, tables_of
+from .closed_form import can_build, lists_of, most_blocks, ranges_of_queries, tables_of
 from .lists import HOST, BlockList, send
 from .pairs import find_pairs
 from .ranges import bounds_of
@@ -49,16 +48,14 @@ def from_pattern(
     if query_blocks is not None:
         check_rows("query_blocks", query_blocks, ceil_div(seq_q, blocks[0]), device)
     documents = torch.empty_like(NO_DOCUMENTS, device=device)
-    if ranges:
-        position = torch.arange(seq_k - seq_q, seq_k, dtype=torch.int32, device=device)
-        if query_blocks is not None:
-            position = tokens_of(query_blocks, blocks[0], seq_q).int() + (seq_k - seq_q)
-        bounds = [bounds_of(each, position) for each in ranges]
-        documents = bounds[0] if len(bounds) == 1 else torch.cat(bounds)
+    if ranges and query_blocks is None:
+        documents = ranges_of_queries(ranges, lengths, device)
+    elif ranges and query_blocks is not None:
+        position = tokens_of(query_blocks, blocks[0], seq_q).int() + (seq_k - seq_q)
+        documents = torch.cat([bounds_of(each, position) for each in ranges])
     if query_blocks is None and terms.closed and can_build(device):
-        found = _closed_lists(terms, documents, lengths, blocks)
-    else:
-        found = _find_lists(terms, lengths, blocks, device, query_blocks)
+        return closed_layout(cls, terms, documents, lengths, blocks)
+    found = _find_lists(terms, lengths, blocks, device, query_blocks)
     layout = cls(
         seq_q=seq_q if query_blocks is None else num_tokens(query_blocks, blocks[0], seq_q),
         seq_k=seq_k,
@@ -75,7 +72,6 @@ def from_pattern(
         kind=terms.kind(lengths) if query_blocks is None else None,
         checked=True,
     )
-    layout._derived.update(found.derived or {})
     return layout if query_blocks is None else renumbered(layout, query_blocks, seq_q, None, seq_k)
 
 
@@ -101,23 +97,39 @@ def check_pattern(
 
 
 class _Lists(NamedTuple):
-    """The lists of all heads one after the other, the table of their rules and their bitmaps, and what was derived from
-    these already."""
+    """The lists of all heads one after the other, the table of their rules, on the host, and their bitmaps."""
 
     by_query: BlockList
     rules: Tensor
     bitmaps: Tensor
-    evaluated: int = 0
-    derived: Mapping[str, Any] | None = None
+    evaluated: int
 
 
-def _closed_lists(terms: Written, documents: Tensor, lengths: tuple[int, int], blocks: tuple[int, int]) -> _Lists:
+def closed_layout(
+    cls: type[BlockLayout], terms: Written, documents: Tensor, lengths: tuple[int, int], blocks: tuple[int, int]
+) -> BlockLayout:
+    """In closed form, of terms whose ranges are `documents`."""
     intervals = tuple(tuple(term.interval for term in each) for each in terms.terms)
-    tables = tables_of(intervals, terms.of_head, documents.device)
-    most = [most_blocks(each, lengths, blocks) for each in terms.terms]
-    by_query, work, form = lists_of(tables, documents, lengths, blocks, sum(most[i] for i in terms.of_head))
-    bitmaps = torch.empty_like(NO_BITMAPS, device=documents.device)
-    return _Lists(by_query, tables.rules, bitmaps, derived={"query_work": work, "closed_form": form})
+    tables, most = tables_of(intervals, terms.of_head, documents.device), most_blocks(terms.terms, lengths, blocks)
+    capacity = sum(most[i] for i in terms.of_head)
+    by_query, work, form = lists_of(tables, documents, lengths, blocks, capacity)
+    layout = cls(
+        seq_q=lengths[0],
+        seq_k=lengths[1],
+        block_q=blocks[0],
+        block_k=blocks[1],
+        by_query=by_query,
+        num_heads=len(terms.heads) if len(terms.heads) > 1 else None,
+        rules=tables.rules,
+        documents=documents,
+        ranges_ascend=True,
+        branches=torch.empty_like(NO_BRANCHES, device=documents.device),
+        bitmaps=torch.empty_like(NO_BITMAPS, device=documents.device),
+        kind=terms.kind(lengths),
+        checked=True,
+    )
+    layout._derived.update(query_work=work, closed_form=form)
+    return layout
 
 
 def _find_lists(

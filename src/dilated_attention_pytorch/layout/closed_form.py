@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import singledispatch
 from importlib.util import find_spec
-from typing import NamedTuple
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,12 +20,14 @@ from torch import Tensor
 from ..patterns import Chunks, Documents, KeyRanges, RangePattern
 from ..patterns.blocks import ceil_div
 from ..patterns.ranges import KeysBetween, QueriesBetween
-from ..patterns.tokens import Interval
+from ..patterns.tokens import UNBOUNDED, Interval
 from .eager import is_plain_eager, plain_cache
 from .lists import HOST, BlockList, send
+from .ranges import bounds_of
 from .rules import NOTHING
 from .terms import Term, rule_table
 
+MOST_PLACES = 1 << 24  # of a list whose blocks are not counted: 64 MiB
 DEVICES = ("cuda",)  # where it is quicker than `layout.build`
 HAVE_KERNELS = find_spec("triton") is not None and torch.version.hip is None
 
@@ -52,20 +55,21 @@ def tables_of(different: tuple[tuple[Interval, ...], ...], of_head: tuple[int, .
         rules += [[*rule, *[NOTHING] * (width - len(rule))] for rule in rule_table(list(intervals))]
     terms = [[*different[i], *[NOTHING] * (width - len(different[i]))] for i in of_head]
     bases = [first_rule[i] for i in of_head]
-    found = send([torch.tensor(x, dtype=torch.int32, device=HOST) for x in (terms, rules, bases)], device)
+    # One by one: kernels are compiled anew for a tensor whose address is no multiple of 16.
+    found = [send((torch.tensor(x, dtype=torch.int32, device=HOST),), device)[0] for x in (terms, rules, bases)]
     return Tables(found[0], found[1], found[2] if len(rules) > 1 else None)
 
 
 @dataclass(frozen=True, eq=False)
 class ClosedForm:
-    """What a layout keeps of how it was made, for its lists by key."""
+    """What a layout keeps of how it was made, for its lists by key: a `kernels.layouts.Spans`."""
 
-    spans: Tensor  # int32 [lists, 4, terms, rows]
+    spans: Any
     bases: Tensor | None
     capacity: int
 
     def tensors(self) -> list[Tensor]:
-        return [self.spans]
+        return [self.spans.numbers]
 
     def by_key(self, num_columns: int) -> tuple[BlockList, Tensor]:
         """The lists by key, and their order of work."""
@@ -75,20 +79,59 @@ class ClosedForm:
 
 
 def lists_of(
-    tables: Tables, documents: Tensor, lengths: tuple[int, int], blocks: tuple[int, int], capacity: int
+    tables: Tables, documents: Tensor, lengths: tuple[int, int], blocks: tuple[int, int], most: int
 ) -> tuple[BlockList, Tensor, ClosedForm]:
-    """The lists by query, their order of work, and what the lists by key are made of."""
+    """The lists by query, their order of work, and what the lists by key are made of.
+
+    Args:
+        most: blocks that there may be. There is room for all of them, unless that is so much that they are counted.
+    """
     from ..kernels import layouts
 
     spans = layouts.row_spans(tables.terms, documents, lengths, blocks, ceil_div(lengths[0], blocks[0]))
+    # Waiting is cheaper than a gigabyte. It happens where documents are data, and long ones are allowed for.
+    capacity = spans.total() if most > MOST_PLACES else most
     by_query, work = layouts.filled(spans, tables.bases, capacity)
-    return by_query, work, ClosedForm(spans.spans, tables.bases, capacity)
+    return by_query, work, ClosedForm(spans, tables.bases, capacity)
 
 
-def most_blocks(terms: Sequence[Term], lengths: tuple[int, int], blocks: tuple[int, int]) -> int:
-    """At least as many blocks as a list of these terms has; for a term that is an interval alone about as many."""
+def ranges_of_queries(
+    ranges: Sequence[Sequence[RangePattern]], lengths: tuple[int, int], device: torch.device
+) -> Tensor:
+    """`BlockLayout.documents`: of each of these ranges, all of whose rules hold, what it is for every query."""
+    behind = lengths[1] - lengths[0]
+    built = can_build(device)
+    tables = [_table_of(rules[0]) if len(rules) == 1 and built else None for rules in ranges]
+    if not all(tables):
+        position = torch.arange(behind, lengths[1], dtype=torch.int32, device=device)
+        bounds = [bounds_of(rules, position) for rules in ranges]
+        return bounds[0] if len(bounds) == 1 else torch.cat(bounds)
+    from ..kernels import layouts
+
+    documents = torch.empty(2 * len(ranges), lengths[0], dtype=torch.int32, device=device)
+    for i, found in enumerate(tables):
+        assert found is not None
+        numbers, num, starts_at, stops_at = found
+        (table,) = send((torch.tensor(numbers, dtype=torch.int32, device=HOST),), device)
+        layouts.of_stretches(table, num, starts_at, stops_at, behind, documents[2 * i : 2 * i + 2])
+    return documents
+
+
+def _table_of(rule: RangePattern) -> tuple[Sequence[int], int, int, int] | None:
+    """Edges of stretches, and behind them their starts and stops: the numbers, how many stretches, and where starts
+    and stops begin; None where the rule has no stretches."""
+    if isinstance(rule, Documents):
+        return rule.starts, len(rule.lengths), 0, 1
+    if isinstance(rule, KeyRanges):
+        num, bounds = len(rule.lengths), (min(n, UNBOUNDED) for n in (*rule.starts, *rule.stops))
+        return (0, *accumulate(rule.lengths), *bounds), num, num + 1, 2 * num + 1
+    return None
+
+
+def most_blocks(of_heads: Sequence[Sequence[Term]], lengths: tuple[int, int], blocks: tuple[int, int]) -> list[int]:
+    """At least as many blocks as the list of each head has; for a term that is an interval alone about as many."""
     everything = ceil_div(lengths[0], blocks[0]) * ceil_div(lengths[1], blocks[1])
-    return min(everything, sum(_most_of(term, lengths, blocks) for term in terms))
+    return [min(everything, sum(_most_of(term, lengths, blocks) for term in terms)) for terms in of_heads]
 
 
 def _most_of(term: Term, lengths: tuple[int, int], blocks: tuple[int, int]) -> int:
@@ -135,25 +178,27 @@ def _of_range(rule: RangePattern, lengths: tuple[int, int], blocks: tuple[int, i
 
 @_of_range.register
 def _(rule: Documents, lengths: tuple[int, int], blocks: tuple[int, int]) -> int:
-    starts = torch.tensor(rule.starts, device=HOST)
-    return _of_stretches(starts[:-1], starts[1:], starts[:-1], starts[1:], lengths, blocks)
+    starts = rule.starts
+    return _of_stretches(starts, starts, starts[1:], lengths, blocks)
 
 
 @_of_range.register
 def _(rule: KeyRanges, lengths: tuple[int, int], blocks: tuple[int, int]) -> int:
-    edges = torch.tensor((0, *rule.lengths), device=HOST).cumsum(0)
-    starts, stops = (torch.tensor(x, device=HOST).clamp(max=lengths[1]) for x in (rule.starts, rule.stops))
-    return _of_stretches(edges[:-1], edges[1:], starts, stops, lengths, blocks)
+    return _of_stretches((0, *accumulate(rule.lengths)), rule.starts, rule.stops, lengths, blocks)
 
 
 def _of_stretches(
-    edges: Tensor, ends: Tensor, starts: Tensor, stops: Tensor, lengths: tuple[int, int], blocks: tuple[int, int]
+    edges: Sequence[int], starts: Sequence[int], stops: Sequence[int], lengths: tuple[int, int], blocks: tuple[int, int]
 ) -> int:
     """The rows of each stretch times the columns that it sees."""
-    behind = lengths[1] - lengths[0]
-    rows = (ends - behind - 1) // blocks[0] - (edges - behind).clamp(min=0) // blocks[0] + 1
-    columns = (stops - 1) // blocks[1] - starts // blocks[1] + 1
-    return int((rows.clamp(min=0) * columns.clamp(min=0)).sum())
+    (block_q, block_k), (seq_q, seq_k) = blocks, lengths
+    behind, total = seq_k - seq_q, 0
+    for (edge, end), start, stop in zip(pairwise(edges), starts, stops, strict=False):
+        rows = (end - behind - 1) // block_q - max(edge - behind, 0) // block_q + 1
+        columns = (min(stop, seq_k) - 1) // block_k - start // block_k + 1
+        if rows > 0 and columns > 0:
+            total += rows * columns
+    return total
 
 
 @_of_range.register

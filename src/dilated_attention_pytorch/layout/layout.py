@@ -12,12 +12,12 @@ from torch import Tensor
 
 from ..patterns import Pattern
 from ..patterns.blocks import ceil_div
-from . import builders, cost, derived, flattening, key_ranges, slicing, tiles, tree
-from .bitmaps import NO_BITMAPS, bits_of
+from . import builders, cost, derived, flattening, key_ranges, packed, slicing, tiles, tree
+from .bitmaps import NO_BITMAPS
 from .checks import check_layout
 from .eager import is_plain, plainly
 from .lists import BlockList
-from .rules import NO_BRANCHES, NO_DOCUMENTS, key_bounds
+from .rules import NO_BRANCHES, NO_DOCUMENTS
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -144,6 +144,28 @@ class BlockLayout:
         return key_ranges.from_key_ranges(cls, starts, stops, seq_k, block_size, capacity)
 
     @classmethod
+    def from_documents(
+        cls,
+        pattern: Pattern | None = None,
+        seq: int | None = None,
+        *,
+        cu_seqlens: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        block_size: int | tuple[int, int],
+    ) -> BlockLayout:
+        """Packed documents that are data: `pattern & Documents(lengths)`, with the lengths in a tensor on a GPU.
+
+        There, for token rules, nothing waits: lists have room for what the pattern alone would need (from 2²⁴ blocks on
+        they are counted, which waits), and wrong data are an assertion of the device. Else lengths are read first.
+
+        Args:
+            pattern: what holds inside of documents, by default nothing; seq: tokens, by default as many as ids.
+            cu_seqlens: int32 or int64 [documents + 1]: 0, the end of the first document, of the second, …, seq.
+            document_ids: or int32 or int64 [seq]: the document of each token, every number in one run of tokens.
+        """
+        return packed.from_documents(cls, pattern, seq, cu_seqlens, document_ids, block_size)
+
+    @classmethod
     def from_mask(cls, mask: Tensor, block_size: int | tuple[int, int]) -> BlockLayout:
         """From a bool mask of tokens, True where a query sees a key: [seq_q, seq_k], with heads, or with samples and
         heads before them. Blocks are told apart as full, empty and partial; partial ones keep bitmaps."""
@@ -236,7 +258,8 @@ class BlockLayout:
 
     @property
     def seen_by(self) -> Tensor:
-        """int32 [2, seq_k]: first and last query whose range holds a key, of one range that ascends; else empty."""
+        """int32 [2, seq_k], of one range that ascends, else empty: how many starts, and stops, of queries are up to a
+        key. The queries between these numbers see it."""
         return self._derive("seen_by", lambda: derived.seen_by(self))
 
     def order(self, *, by_key: bool) -> None:
@@ -318,25 +341,11 @@ class BlockLayout:
 
     def token_mask(self, query_block: Tensor, key_block: Tensor, rule_id: Tensor) -> Tensor:
         """bool [entries, block_q, block_k]: the pairs of tokens that a rule allows in each of the given blocks."""
-        query, key = self.queries_of(query_block), self.keys_of(key_block)
-        allowed = torch.zeros((), dtype=torch.bool, device=self.device)
-        for interval in self.rules[rule_id].unbind(1):
-            first, last = key_bounds(interval[:, None], query, self.seq_q, self.seq_k, self.documents)
-            inside = (key[:, None] >= first[:, :, None]) & (key[:, None] <= last[:, :, None])
-            allowed = allowed | (inside & bits_of(self.bitmaps, interval[:, 4]) if len(self.bitmaps) else inside)
-        return allowed
+        return derived.token_mask(self, query_block, key_block, rule_id)
 
     def pair_multiplicity(self, which: Tensor, query_block: Tensor, key_block: Tensor) -> Tensor:
         """int32 [entries, block_q, block_k]: how many branches of list `which` hold a pair, whatever the rules say."""
-        position, key = self.queries_of(query_block) + (self.seq_k - self.seq_q), self.keys_of(key_block)
-        held = torch.zeros((), dtype=torch.int32, device=self.device)
-        for segment, dilation, offset, query_by, key_by in (b.T[..., None] for b in self.branches[which].unbind(1)):
-            query_at, key_at = position + query_by, key + key_by
-            kept_query = (query_at >= 0) & (query_at % segment % dilation == offset)
-            of_query = torch.where(kept_query, query_at // segment, -1)
-            of_key = torch.where(key_at % segment % dilation == offset, key_at // segment, -2)
-            held = held + (of_query[:, :, None] == of_key[:, None])
-        return held
+        return derived.pair_multiplicity(self, which, query_block, key_block)
 
     def entries(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """List number, query block, key block and rule of every active block; rule −1 is a full block."""
@@ -358,13 +367,7 @@ class BlockLayout:
 
         For dilated attention how often it counts, int32.
         """
-        which, query_block, key_block, rule = (x[chosen] for x in self.entries())
-        full = (rule < 0)[:, None, None]
-        if not self.dilated:
-            return self.token_mask(query_block, key_block, rule.clamp(min=0)) | full
-        times = self.by_query.rule_ids[: self.num_active_blocks][chosen][:, None, None]
-        times = torch.where(times > 0, times, self.pair_multiplicity(which, query_block, key_block))
-        return torch.where(full | self.token_mask(query_block, key_block, torch.zeros_like(rule)), times, 0)
+        return derived.cells(self, chosen)
 
     def to_dense(self) -> Tensor:
         """bool mask of allowed pairs of tokens, [seq_q, seq_k] behind the dimensions of `to_block_mask`.
@@ -436,17 +439,13 @@ class BlockLayout:
         new = {"bitmaps": NO_BITMAPS.to(given["branches"].device), "evaluated": 0, "ranges_ascend": False}  # type: ignore[attr-defined]
         self.__dict__.update({"call_cache": {}, **new, **given, "_derived": {}})
 
-    def _kept_text(self) -> str:
-        """Where there are data to count."""
-        counted = is_plain(self.by_query.offsets) and not self.by_query.offsets.is_meta
-        return f"{self.block_density:.1%} of the blocks, " if counted else ""
-
     def __repr__(self) -> str:
+        known = is_plain(self.by_query.offsets) and not self.by_query.offsets.is_meta
+        kept = f"{self.block_density:.1%} of the blocks, " if known else ""
         lists = f", lists={list(self._list_shape)}" if self._list_shape else ""
         kind = f", kind={self.kind!r}" if self.kind else ""
         dilated = f", branches={self.branches.shape[1]}, num_residues={self.num_residues}" if self.dilated else ""
         return (
             f"BlockLayout(seq_q={self.seq_q}, seq_k={self.seq_k}, block={self.block_q}x{self.block_k}{lists}{kind}"
-            f"{dilated}{tiles.cost_text(self)}, {self._kept_text()}"
-            f"device={str(self.device)!r})"
+            f"{dilated}{tiles.cost_text(self)}, {kept}device={str(self.device)!r})"
         )

@@ -26,7 +26,7 @@ from ..patterns import (
     SlidingWindow,
 )
 from ..patterns.blocks import BlockPattern
-from ..patterns.ranges import KeysBetween, QueriesBetween, runs_of
+from ..patterns.ranges import DataDocuments, KeysBetween, QueriesBetween, runs_of
 from ..patterns.space import GridPattern
 from ..patterns.tokens import EVERYTHING, UNBOUNDED, Interval
 from .rules import NOTHING
@@ -61,7 +61,7 @@ class Term:
         They do not where every query sees itself or nothing, nor where a range is the same for all.
         """
         moving = [rule for rule in self.ranges if not isinstance(rule, KeysBetween)]
-        of_itself = all(isinstance(rule, Chunks | Documents) for rule in moving)
+        of_itself = all(isinstance(rule, Chunks | Documents | DataDocuments) for rule in moving)
         left, right = self.interval.left, self.interval.right
         unbounded = left == right == UNBOUNDED and len(self.ranges) == 1 and not self.ranges[0].may_skip
         return bool(moving) and not unbounded and not (of_itself and min(left, right) >= 0)
