@@ -23,6 +23,7 @@ from .common import LOG2E, load_rows
 from .configs import padded_dim
 from .launch import contiguous_rows, num_processors, precision_of
 from .launcher import MOST, Launched, launch, like, repeat
+from .select_lists import UNIT
 
 MAX_PARTS = 64  # rows of a block, which a tile must hold
 ROW_BYTES = 512  # of a row or column; with the tiles they must fit the shared memory of any GPU
@@ -184,15 +185,16 @@ def as_weights(masses, forced):
 @triton.jit(
     do_not_specialize=[
         "heads", "group", "all_heads", "seq_q", "seq_k", "num_q", "num_k", "tokens_q", "tokens_k", "tiles", "tiles_k",
+        "units",
     ]
 )  # fmt: skip
 def masses_kernel(
     rows, columns, masses, sums, peaks, forced, r_b, r_h, r_t, r_p, c_b, c_h, c_t, c_p,
-    heads, group, all_heads, seq_q, seq_k, num_q, num_k, tokens_q, tokens_k, tiles, tiles_k, scale,
+    heads, group, all_heads, seq_q, seq_k, num_q, num_k, tokens_q, tokens_k, tiles, tiles_k, units, scale,
     D: tl.constexpr, PADDED_D: tl.constexpr, PARTS: tl.constexpr, PATCH_Q: tl.constexpr, PATCH_K: tl.constexpr,
     STEP_Q: tl.constexpr, STEP_K: tl.constexpr, FIRST_Q: tl.constexpr, TURN: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
-    CAUSAL: tl.constexpr, WHOLE: tl.constexpr, PRECISION: tl.constexpr,
+    CAUSAL: tl.constexpr, WHOLE: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """For a tile of rows, `ROWS` to a query block, loop over the columns that it sees, `COLUMNS` to a key block.
 
@@ -288,7 +290,7 @@ def masses_kernel(
             tl.store(at, factor, mask=which < num_tiles)
         tl.debug_barrier()
         first_block = tile * QUERY_BLOCKS + tl.arange(0, QUERY_BLOCKS)
-        found = masses + (any_head.to(tl.int64) * num_q + first_block)[:, None, None] * num_k
+        found = masses + (any_head.to(tl.int64) * num_q + first_block)[:, None, None] * units * UNIT
         for start in range(0, tl.cdiv(num_k, BLOCKS) if WHOLE else num_tiles, AT_ONCE):
             which = start + tl.arange(0, AT_ONCE)
             known = which < num_tiles
@@ -301,10 +303,11 @@ def masses_kernel(
                     at = sums + line[:, None, None] * width + of_tile[None, :, :]
                     value = tl.load(at, mask=known[None, :, None], other=0.0)
                     weights += value.to(tl.float32) * factor[:, :, None]
-            there = (first_block < num_q)[:, None, None] & (of_tile < num_k)[None, :, :]
+            there = (first_block < num_q)[:, None, None] & (of_tile < units * UNIT)[None, :, :]
             if masses.dtype.element_ty == tl.int16:
                 at = forced + first_block.to(tl.int64)[:, None, None] * num_k + of_tile[None, :, :]
-                weights = as_weights(weights, tl.load(at, mask=there, other=0) != 0)
+                known_too = there & (of_tile < num_k)[None, :, :]
+                weights = as_weights(weights, tl.load(at, mask=known_too, other=0) != 0)
             tl.store(found + of_tile[None, :, :], weights, mask=there)
         tl.debug_barrier()  # before the next tile writes over the sums
 
@@ -535,7 +538,9 @@ def fused_masses(
     bytes_each = tiles_k * of_tile * tile.rows * kept.itemsize
     programs = min(batch * heads * tiles, WAVES * num_processors(q.device), max(1, SCRATCH // bytes_each))
     made_as = torch.float32 if forced is None else torch.int16
-    made = torch.empty(batch, heads, num_q, num_k, dtype=made_as, device=q.device)
+    unit = 1 if forced is None else UNIT
+    units = ceil_div(num_k, unit)
+    made = torch.empty(batch, heads, num_q, units * unit, dtype=made_as, device=q.device)
     sums = torch.empty(programs, tile.rows, tiles_k * of_tile, dtype=kept, device=q.device)
     peaks = torch.empty(programs, tiles_k, tile.rows, dtype=torch.float32, device=q.device)
 
@@ -544,11 +549,11 @@ def fused_masses(
         multiplied = launch(
             masses_kernel, (programs,), (rows.x, columns.x, made, sums, peaks, sums if forced is None else forced),
             (*rows.strides, *columns.strides, heads, heads // heads_kv, batch * heads, seq_q, seq_k, num_q, num_k,
-             rows.tokens, columns.tokens, tiles, tiles_k, by.scale * LOG2E.value),
+             rows.tokens, columns.tokens, tiles, tiles_k, units, by.scale * LOG2E.value),
             D=by.width, PADDED_D=padded_dim(by.width), PARTS=by.parts, PATCH_Q=rows.patch, PATCH_K=columns.patch,
             STEP_Q=rows.step, STEP_K=columns.step, FIRST_Q=rows.first, TURN=by.turn, ROWS=of_q, COLUMNS=of_k,
-            TILE_ROWS=tile.rows, TILE_COLUMNS=tile.columns, CAUSAL=is_causal, WHOLE=forced is None, PRECISION=precision,
-            **tile.options,
+            TILE_ROWS=tile.rows, TILE_COLUMNS=tile.columns, CAUSAL=is_causal, WHOLE=forced is None, UNIT=unit,
+            PRECISION=precision, **tile.options,
         )  # fmt: skip
         return [*pooled, multiplied]
 
@@ -557,4 +562,4 @@ def fused_masses(
     kind = (Given, features.patch) if isinstance(features, Given) else features
     key = kind, like(q), like(k), like(rows.x), like(columns.x), q.device, blocks, is_causal, scale, made_as, precision
     repeat(_noted, key, tensors, (), do)
-    return made
+    return made[..., :num_k]
