@@ -248,6 +248,7 @@ SCRIPTS = (
     "python_text",
     "recall",
     "ring",
+    "small_blocks",
     "tune",
 )
 

@@ -41,8 +41,10 @@ from dilated_attention_pytorch.kernels import (
     hopper_backward,
     hopper_forward,
     launch,
+    padding,
     select_lists,
     select_masses,
+    united,
 )
 from dilated_attention_pytorch.layout import layout_of_branches
 from dilated_attention_pytorch.layout.rows import rows_of_capacity
@@ -71,9 +73,11 @@ def recorded(capability):
     patches = [
         patch.object(module, name, Recorder(getattr(module, name), launches))
         for module, names in (
-            (launch, ("forward_kernel", "rows_kernel", "dq_kernel", "dkv_kernel")),
+            (launch, ("forward_kernel", "rows_kernel", "round_kernel", "dq_kernel", "dkv_kernel")),
             (hopper_forward, ("forward_kernel",)),
             (hopper_backward, ("backward_kernel",)),
+            (padding, ("key_bits_kernel", "padded_lists_kernel")),
+            (united, ("mark_kernel", "unite_kernel")),
             (decode, ("decode_kernel", "merge_kernel")),
             (select_masses, ("pool_kernel", "masses_kernel")),
             (select_lists, ("teams_kernel", "digits_kernel", "counts_kernel", "offsets_kernel")),
@@ -151,11 +155,33 @@ CALLS = {
 HOPPER_CALLS = {
     "large tiles": {"head_dim": 128, "dtype": torch.bfloat16},
     "narrow keys": {"head_dim": 64, "dtype": torch.bfloat16, "block": (128, 64)},
+    "small heads": {"head_dim": 32, "dtype": torch.bfloat16},
+    "odd heads, narrow values": {"head_dim": 80, "head_dim_v": 40, "dtype": torch.bfloat16},
+    "gathered keys": {"head_dim": 128, "dtype": torch.bfloat16, "block": (128, 16)},
+    "gathered keys, masks": {"head_dim": 64, "dtype": torch.bfloat16, "block": (128, 32), "masks": True},
+    "gathered keys, dropped": {
+        "head_dim": 128,
+        "dtype": torch.float16,
+        "block": (128, 64),
+        "shaped": True,
+        "dropout_p": 0.1,
+    },
+    "rows of their own": {"head_dim": 128, "dtype": torch.bfloat16, "block": 64},
+    "rows of their own, gathered keys": {"head_dim": 64, "dtype": torch.bfloat16, "block": (64, 16), "shaped": True},
+    "united rows": {"head_dim": 128, "dtype": torch.bfloat16, "block": 16, "many": True},
+    "united rows, shaped": {"head_dim": 64, "dtype": torch.bfloat16, "block": (32, 64), "shaped": True, "many": True},
+    "bitmaps of their own": {"head_dim": 64, "dtype": torch.bfloat16, "block": 64, "bitmaps": True},
     "masks": {"head_dim": 64, "dtype": torch.bfloat16, "masks": True},
     "documents": {"head_dim": 128, "dtype": torch.bfloat16, "documents": True},
     "shaped": {"head_dim": 64, "dtype": torch.bfloat16, "shaped": True},
     "dropped": {"head_dim": 64, "dtype": torch.bfloat16, "shaped": True, "dropout_p": 0.6},
     "dropped, large tiles": {"head_dim": 128, "dtype": torch.bfloat16, "shaped": True, "dropout_p": 0.1},
+    # dk, dv and dq in one kernel.
+    "fused": {"head_dim": 64, "dtype": torch.bfloat16, "deterministic": False},
+    "fused, wide values": {"head_dim": 24, "head_dim_v": 80, "dtype": torch.bfloat16, "deterministic": False},
+    "fused, large tiles": {"head_dim": 128, "dtype": torch.float16, "deterministic": False},
+    "fused, everything": {"head_dim": 128, "dtype": torch.bfloat16, "everything": True, "deterministic": False},
+    "fused, dilated": {"head_dim": 128, "dtype": torch.bfloat16, "segments": (256, 512), "deterministic": False},
 }
 
 
@@ -168,7 +194,7 @@ def every_bias(heads, seq, shared):
 
 def launches_of(
     capability, *, head_dim, dtype, head_dim_v=None, block=128, heads_kv=2, everything=False, masks=False, shaped=False,
-    dropout_p=0.0, segments=None, bitmaps=False, biased=False, documents=False,
+    dropout_p=0.0, segments=None, bitmaps=False, biased=False, documents=False, deterministic=True, many=False,
 ):  # fmt: skip
     """What forward and backward of a call launch."""
     seq, heads = 512, 4
@@ -185,7 +211,9 @@ def launches_of(
     if everything:
         pattern = PerHead((SlidingWindow(9, 9) | GlobalTokens(3), Full(), Full(), Full())) & Documents((100, 412))
         padding, ids = torch.zeros(1, seq, dtype=torch.bool), torch.zeros(1, seq, dtype=torch.int64)
-        extras = CallOptions(-1.0, 0.1, 30.0, padding, ids, torch.tensor(3), bias=Bias(torch.ones(1, heads, 1)))
+        of_call = padding, ids, torch.tensor(3)
+        extras = CallOptions(-1.0, 0.1, 30.0, True, *of_call, bias=Bias(torch.ones(1, heads, 1)))
+    extras = extras._replace(deterministic=deterministic)
     wanted = ()
     if biased:
         extras = extras._replace(bias=every_bias(heads, seq, everything))
@@ -199,7 +227,8 @@ def launches_of(
     widths = head_dim, head_dim if head_dim_v is None else head_dim_v
     q, do = (torch.empty(1, seq, heads, width, dtype=dtype) for width in widths)
     k, v = (torch.empty(1, seq, heads_kv, width, dtype=dtype) for width in widths)
-    with recorded(capability) as launches:
+    least = 0 if many else united.LEAST_WORK  # as if there were many blocks
+    with recorded(capability) as launches, patch.object(united, "LEAST_WORK", least):
         out, lse = backend.forward(q, k, v, layout, extras)
         backend.backward(do, torch.zeros_like(lse), q, k, v, out, lse, layout, extras, wanted)
     if (everything or dtype == torch.float32) and not biased:  # decoding too, of which there is less

@@ -36,6 +36,7 @@ if torch.cuda.is_available():
     pytest.skip(reason, allow_module_level=True)
 
 from dilated_attention_pytorch.kernels import launch
+from dilated_attention_pytorch.kernels.backward import round_kernel, rows_kernel
 from dilated_attention_pytorch.kernels.configs import Config, Configs
 
 SMALL = Configs(*[Config(16, 16, 4, 1)] * 3)
@@ -281,3 +282,34 @@ def test_patterns_of_a_grid(name):
     assert len(layout.bitmaps)
     q, k, v, do = (torch.randn(1, total, 2, 16) for _ in range(4))
     assert_exact(Case(q, k, v, layout, do, torch.randn(1, 2, total)), "triton")
+
+
+@pytest.mark.parametrize("num_residues", [1, 2])
+def test_sums_of_dq_begin_at_zero_and_are_put_in_order(num_residues):
+    """What surrounds the fused backward for Hopper, which the interpreter does not know: 64 × 64 numbers of dq stand in
+    the order in which a warpgroup holds them, thread by thread, and tiles in the order of blocks."""
+    batch, heads, seq, padded, head_dim, scale = 2, 3, 300, 512, 128, 0.5
+    out, do = torch.randn(2, batch, seq, heads, head_dim)
+    sums, lse = torch.empty(batch, heads, padded, head_dim), torch.randn(batch, heads, seq)
+    row_lse, delta = torch.empty(2, batch, heads, padded)
+    rows_kernel[(padded // 64 * batch * heads,)](
+        out, do, lse, lse, row_lse, delta, sums, *do.stride()[:3], heads, seq, padded, num_residues,
+        D=head_dim, PADDED_D=head_dim, TILE=64, BASE_E=False, DLSE=False, SUMS=True,
+    )  # fmt: skip
+    assert torch.equal(sums, torch.zeros_like(sums))
+    # Where a thread's four numbers of each 8 columns are, by the PTX manual (the accumulator of wgmma.m64nNk16).
+    thread = torch.arange(128)[:, None]
+    row = thread // 32 * 16 + thread % 32 // 4 + torch.tensor([0, 0, 8, 8])
+    column = thread % 4 * 2 + torch.tensor([0, 1, 0, 1])
+    of_rows = torch.randn(batch, heads, padded, head_dim)
+    tiles = of_rows.view(batch, heads, padded // 64, 64, head_dim // 64, 64)
+    held = [tiles[:, :, :, row, :, column + 8 * step] for step in range(8)]  # [128, 4, batch, heads, tiles, parts]
+    sums.view(-1)[:] = torch.stack(held).permute(3, 4, 5, 6, 0, 1, 2).flatten()
+    dq = torch.empty(batch, seq, heads, head_dim)
+    round_kernel[(sums.numel() // 4096,)](sums, dq, heads, seq, padded, num_residues, scale, D=head_dim)
+    place = torch.arange(padded)
+    token = place % (padded // num_residues) * num_residues + place // (padded // num_residues)
+    there = token < seq
+    want = torch.empty_like(dq)
+    want[:, token[there]] = scale * of_rows[:, :, there].transpose(1, 2)
+    assert torch.equal(dq, want)

@@ -324,7 +324,9 @@ def test_direct_launches_send_what_triton_would(sent_directly, monkeypatch):
         return results
 
     monkeypatch.setattr(launch, "results", lambda *args: kept(results(*args)))
-    monkeypatch.setattr(launch, "_gradients", lambda *args: (lambda g, r: (kept(g), kept(r)))(*gradients(*args)))
+    monkeypatch.setattr(
+        launch, "_gradients", lambda *args, **kwargs: (lambda g, r: (kept(g), kept(r)))(*gradients(*args, **kwargs))
+    )
     rounds = []
     for seed in range(4):
         q, k, v, do = inputs(seed)

@@ -26,7 +26,7 @@ from ..layout.size import ListSize
 from ..options import CallOptions
 from ..patterns.blocks import ceil_div
 from . import workers
-from .base import Request, aligned_queries, compute_dtype, results_of
+from .base import Request, aligned_queries, compute_dtype, in_fixed_order, results_of
 from .bias import BiasGradient, bias_of_pairs, of_one_sample
 from .dropout import in_whole, keep_mask
 from .scratch import Scratch
@@ -93,6 +93,7 @@ def _forward(call: _Call, units: Iterator[Unit], q: Tensor, out: Tensor, lse: Te
         call.store_lse(lse, unit, total)
 
 
+@in_fixed_order
 def backward(
     do: Tensor,
     dlse: Tensor | None,

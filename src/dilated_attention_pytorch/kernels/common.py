@@ -16,6 +16,9 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 BY_KEY = tl.constexpr(3)  # of DOCUMENTS: what is read is not the range of each query but `BlockLayout.seen_by`
+# Of a call with padding (`padding`): keys of a word of bits, and the states of blocks.
+UNIT = tl.constexpr(16)
+OPEN, MIXED, HIDDEN = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 @triton.jit
@@ -25,10 +28,25 @@ def list_of(sample, head, lists_per_sample, heads_per_list):
 
 
 @triton.jit
-def load_work(work, at):
-    """The block, the first entry, the first partial entry and the end of a row: `BlockList.work`."""
-    at = work + at * 4
+def load_work(work, at, PADDED: tl.constexpr = False):
+    """The block, the first entry, the first partial entry and the end of a row: `BlockList.work`, or `PaddedLists.work`
+    where PADDED."""
+    at = work + at * (5 if PADDED else 4)
     return tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
+
+
+@triton.jit
+def load_masked_from(work, at, split, PADDED: tl.constexpr):
+    """The first entry of a row that is masked: the first partial one, or one before it with hidden keys."""
+    if PADDED:
+        split = tl.load(work + at * 5 + 4)
+    return split
+
+
+@triton.jit
+def words_of(bits, sample, block, num_blocks, BLOCK: tl.constexpr):
+    """Where the words of a key block stand in `padding.key_bits`; the state stands before them."""
+    return bits + (sample.to(tl.int64) * num_blocks + block) * (1 + BLOCK // UNIT) + 1
 
 
 @triton.jit

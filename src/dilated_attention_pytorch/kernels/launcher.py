@@ -249,10 +249,11 @@ class Replay:
         self,
         launches: list[tuple[Bound, list[Any], list[Slot]]],
         direct: list[tuple[Direct, list[Any], list[Slot]]] | None,
+        num_tensors: int,
     ) -> None:
         """For each launch the kernel, its data without the tensors of the call, and where these belong; and the same
         with the arguments of a direct launch, if all of them can be that."""
-        self._launches, self._direct = launches, direct
+        self._launches, self._direct, self.num_tensors = launches, direct, num_tensors
 
     @classmethod
     def of(
@@ -282,7 +283,7 @@ class Replay:
             if bound.direct is not None:
                 arguments = bound.direct.arguments(data, bound.rest)
                 direct.append((bound.direct, _without(arguments, [slot.argument for slot in slots]), slots))
-        return cls(plain, direct if len(direct) == len(plain) else None)
+        return cls(plain, direct if len(direct) == len(plain) else None, len(tensors))
 
     def __call__(self, tensors: Sequence[Tensor]) -> None:
         device = tensors[0].device

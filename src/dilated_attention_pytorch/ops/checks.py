@@ -129,6 +129,15 @@ def check_softcap(softcap: float | None) -> float:
     return float(softcap)
 
 
+def check_deterministic(deterministic: bool | None) -> bool:
+    """None is what PyTorch was told for the whole process."""
+    if deterministic is None:
+        return torch.are_deterministic_algorithms_enabled()
+    if not isinstance(deterministic, bool):
+        raise TypeError(f"deterministic must be True, False or None, got {shown(deterministic)}")
+    return deterministic
+
+
 def check_options(q: Tensor, k: Tensor, shard: Shard | None = None, **keywords: Unpack[OptionKeywords]) -> CallOptions:
     """The options of a call, all checked. The seed of dropout is still to be drawn."""
     unknown = sorted(set(keywords) - set(OptionKeywords.__annotations__))
@@ -147,6 +156,7 @@ def check_options(q: Tensor, k: Tensor, shard: Shard | None = None, **keywords: 
         document_ids=document_ids,
         dropout_p=check_dropout(keywords.get("dropout_p", 0.0)),
         softcap=check_softcap(keywords.get("softcap")),
+        deterministic=check_deterministic(keywords.get("deterministic")),
         sinks=sinks,
         bias=bias_of_call(keywords.get("bias"), slopes, q, k, shard),
     )

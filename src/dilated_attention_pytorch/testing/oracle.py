@@ -50,6 +50,7 @@ class Case:
     alibi_slopes: Tensor | None = None
     bias: ScoreBias | None = None
     sinks: Tensor | None = None
+    deterministic: bool | None = None
 
     def to(self, dtype: torch.dtype) -> Case:
         tensors = {name: getattr(self, name).to(dtype) for name in ("q", "k", "v", "do")}
@@ -77,6 +78,7 @@ class Case:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, backend: str) -> Any:
         """out and lse."""
         names = ["is_causal", "scale", "key_padding_mask", "dropout_p", "softcap", "alibi_slopes", "bias", "sinks"]
+        names.append("deterministic")
         if isinstance(self.layout, BlockLayout):
             options = {name: getattr(self, name) for name in [*names, "document_ids"]}
             return block_sparse_attention(q, k, v, self.layout, return_lse=True, backend=backend, **options)
