@@ -6,7 +6,7 @@ import math
 import operator
 import warnings
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -38,7 +38,7 @@ from .tile_scheduler import TileSchedule, tile_schedules
 
 INTERPRETED = triton.knobs.runtime.interpret
 try:
-    from . import hopper_backward, hopper_common, hopper_forward
+    from . import hopper_backward, hopper_common, hopper_forward, runs
 except ImportError:  # Gluon is Triton's experiment: where it lacks what we use, the plain kernels run
     HAVE_GLUON = False
 else:
@@ -100,6 +100,8 @@ def backward(
         known((*given, *of_rows, *grads))
         return grads
     call = Call(q, k, v, layout, options)
+    if call.walks_runs:
+        return call.backward_over_runs(do, dlse, out, lse)
     grads, of_rows, of_bias = call.backward(do, dlse, out, lse, wanted)
     _remember(key, call, (*given, *of_rows, *grads))
     return *grads, *of_bias
@@ -135,7 +137,7 @@ class Call:
         options: CallOptions,
     ) -> None:
         self.q, self.k, self.v = contiguous_rows(q), contiguous_rows(k), contiguous_rows(v)
-        self.layout, self.scale = layout, options.scale
+        self.layout, self.options, self.scale = layout, options, options.scale
         self.as_given = self.q is q and self.k is k and self.v is v  # no tensor had to be copied
         self.launches: list[launcher.Launched | None] = []
         self.batch, self.seq_q, self.heads, self.head_dim = q.shape
@@ -194,9 +196,17 @@ class Call:
         # Of the plain kernels alone.
         self.plain_flags = self.flags | {"BITMAPS": int(len(layout.bitmaps) > 0), "BIAS": self.bias.flags["BIAS"]}
 
+    @cached_property
+    def walks_runs(self) -> bool:
+        """Of dilated attention: runs of keys, not blocks."""
+        return not _no_runs(self.hopper, self.q, self.k, self.v, self.layout, self.options)
+
     def forward(self) -> tuple[Tensor, Tensor]:
         q, k, v = self.q, self.k, self.v
         out, lse = results(q, v)
+        if self.walks_runs:
+            runs.forward(self, out, lse)
+            return out, lse
         hashes = self.flags["DROPOUT"] and self.head_dim <= SMALL_HEAD
         if not hashes and self._on_hopper(self.layout.block_q, self.layout.block_k, q, k, v, out):
             self._hopper_forward(out, lse)
@@ -246,6 +256,15 @@ class Call:
         else:
             self._plain_dq(do, of_rows, dq, of_bias)
         return (dq, dk, dv), of_rows, of_bias.results() if of_bias else []
+
+    def backward_over_runs(self, do: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor) -> Grads:
+        do = do if runs.reachable(do) else do.contiguous()
+        dlse = None if dlse is None else dlse.contiguous()
+        (dq, dk, dv), numbers = runs.gradients(self.q, self.k, self.v, self.layout)
+        runs.backward(self, do, dlse, out.contiguous(), lse.contiguous(), (dq, dk, dv), numbers)
+        if self.group > 1:  # of the query heads of a key head
+            dk, dv = (x.unflatten(2, (self.heads_kv, self.group)).sum(3) for x in (dk, dv))
+        return dq, dk, dv
 
     def _launch(self, *args: Any, **constants: Any) -> None:
         self.launches.append(launcher.launch(*args, **constants))
@@ -393,12 +412,25 @@ def kernels_of(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, options: Ca
     reasons["backward, dq"] = reasons["forward"]
     if options.learned():
         reasons["backward, dq"] = reasons["forward"] or "it sums the gradient of the bias"
+    if layout.dilated:
+        no_runs = _no_runs(hopper, q, k, v, layout, options)
+        if not no_runs:
+            return dict.fromkeys(reasons, "warp-specialised, for Hopper, over runs of rows")
+        reasons = {part: f"{reason}; {no_runs}" if reason else None for part, reason in reasons.items()}
     if options.dropout_p > 0 and q.shape[3] <= SMALL_HEAD:
         reasons["forward"] = reasons["forward"] or "it is faster for dropout with small heads"
     return {
         part: f"plain Triton: {reason}" if reason else "warp-specialised, for Hopper"
         for part, reason in reasons.items()
     }
+
+
+def _no_runs(hopper: bool, q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, options: CallOptions) -> str:
+    """Why not the kernels that walk runs of dilated attention."""
+    if not layout.dilated or not hopper:
+        return "runs are for dilated attention on a GPU of compute capability 9.0, in 16 bits"
+    plain = _plain_reason(hopper, q.shape[3], layout, layout.block_q, layout.block_k, (q, k, v))
+    return runs.why_not((q, k, v), layout, options, plain is None)
 
 
 def _plain_reason(

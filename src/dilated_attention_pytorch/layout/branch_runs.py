@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -256,6 +257,59 @@ def _joined(
     rank = (parts * LEVELS // most * heads + heads - 1 - work[:, 0]) * most + parts
     work = work[rank.argsort(descending=True, stable=True)]
     return work.int().contiguous(), torch.cat([runs for _, runs, _ in tiles]).contiguous()
+
+
+@dataclass(frozen=True, eq=False)
+class Runs:
+    """What a layout of branches is as runs.
+
+    Attributes:
+        reason: why it has no plan; empty if it has one.
+        heads, is_causal: the branches of each list, and whether keys behind a query are hidden.
+        even_pairs, mixed_pairs: what blocks hold, of all heads: those that count alike, and those counted one by one.
+        pairs: what tiles of runs hold, about: tiles are full, and walk what their rows see.
+    """
+
+    reason: str
+    heads: tuple[tuple[Branch, ...], ...] = ()
+    is_causal: bool = False
+    even_pairs: float = 0.0
+    mixed_pairs: float = 0.0
+    pairs: float = 0.0
+
+    def tensors(self) -> list[Tensor]:
+        return []
+
+
+def runs_of(layout: BlockLayout) -> Runs:
+    """Found once for each layout; on a GPU that waits for its branches."""
+    return layout._derive("runs", lambda: _runs_of_layout(layout))
+
+
+def plan_of(layout: BlockLayout, num_heads: int) -> RunPlan:
+    """The plan of a layout that has runs; made once."""
+    runs = runs_of(layout)
+    make = partial(plan_runs, runs.heads, num_heads, layout.seq_q, runs.is_causal, layout.device)
+    return layout._derive(f"run_plan_{num_heads}", make)
+
+
+def _runs_of_layout(layout: BlockLayout) -> Runs:
+    if not layout.dilated:
+        return Runs("runs are for dilated attention")
+    numbers = layout.branches.tolist()
+    if any(by for head in numbers for *_, query_by, key_by in head for by in (query_by, key_by)):
+        return Runs("runs are for whole sequences, not for parts of them")
+    heads = tuple(tuple((w, r, offset) for w, r, offset, *_ in head) for head in numbers)
+    reason = why_no_runs(heads, layout.seq_q, layout.seq_k)
+    if reason is not None:
+        return Runs(reason)
+    is_causal = int(layout.rules[0, 0, 1]) == 0
+    size = layout.block_q * layout.block_k
+    mixed = int((layout.by_query.rule_ids[: layout.num_active_blocks] == 0).sum()) * size
+    even = layout.num_active_blocks * size - mixed
+    seq, share = layout.seq_q, 0.5 if is_causal else 1.0
+    pairs = sum(share * seq * min(w, seq) / r**2 for head in heads for w, r, _ in head)
+    return Runs("", heads, is_causal, float(even), float(mixed), pairs)
 
 
 def counted(plan: RunPlan, num_heads: int, seq: int, *, of_keys: bool = False, is_causal: bool = False) -> Tensor:

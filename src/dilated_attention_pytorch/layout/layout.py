@@ -247,7 +247,7 @@ class BlockLayout:
         """All tensors that it holds, including derived ones."""
         found = self.flatten()[0]
         for made in list(self._derived.values()):  # another thread may add to it
-            found += made.tensors() if isinstance(made, BlockList | BlockLayout) else [made]
+            found += [made] if isinstance(made, Tensor) else made.tensors()
         return found
 
     def _derive(self, name: str, make: Callable[[], T]) -> T:
