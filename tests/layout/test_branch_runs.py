@@ -6,11 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dilated_attention_pytorch.layout.branch_runs import (
-    MOST_DILATIONS,
-    TILE,
     counted,
     plan_runs,
-    why_no_runs,
 )
 
 HOST = torch.device("cpu")

@@ -11,7 +11,6 @@ reached, and nothing beyond the last. A head narrower than a box is filled up wi
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

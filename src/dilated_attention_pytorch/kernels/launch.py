@@ -412,15 +412,16 @@ def kernels_of(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, options: Ca
     reasons["backward, dq"] = reasons["forward"]
     if options.learned():
         reasons["backward, dq"] = reasons["forward"] or "it sums the gradient of the bias"
-    if layout.dilated:
+    no_runs = ""
+    if layout.dilated and hopper:
         no_runs = _no_runs(hopper, q, k, v, layout, options)
         if not no_runs:
             return dict.fromkeys(reasons, "warp-specialised, for Hopper, over runs of rows")
-        reasons = {part: f"{reason}; {no_runs}" if reason else None for part, reason in reasons.items()}
+        no_runs = f"; {no_runs}"
     if options.dropout_p > 0 and q.shape[3] <= SMALL_HEAD:
         reasons["forward"] = reasons["forward"] or "it is faster for dropout with small heads"
     return {
-        part: f"plain Triton: {reason}" if reason else "warp-specialised, for Hopper"
+        part: (f"plain Triton: {reason}" if reason else "warp-specialised, for Hopper") + no_runs
         for part, reason in reasons.items()
     }
 

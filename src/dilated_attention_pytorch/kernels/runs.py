@@ -29,9 +29,7 @@ def padded_width(head_dim: int) -> int:
     return max(32, 1 << (head_dim - 1).bit_length())
 
 
-def why_not(
-    tensors: Sequence[Tensor], layout: BlockLayout, options: CallOptions, blocks_on_hopper: bool
-) -> str:
+def why_not(tensors: Sequence[Tensor], layout: BlockLayout, options: CallOptions, blocks_on_hopper: bool) -> str:
     """Why a call over branches, on Hopper, does not walk runs; empty if it does.
 
     Args:
