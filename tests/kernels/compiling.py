@@ -40,6 +40,8 @@ from dilated_attention_pytorch.kernels import (
     decode,
     hopper_backward,
     hopper_forward,
+    hopper_runs,
+    hopper_runs_backward,
     launch,
     select_lists,
     select_masses,
@@ -74,6 +76,8 @@ def recorded(capability):
             (launch, ("forward_kernel", "rows_kernel", "dq_kernel", "dkv_kernel")),
             (hopper_forward, ("forward_kernel",)),
             (hopper_backward, ("backward_kernel",)),
+            (hopper_runs, ("runs_forward_kernel",)),
+            (hopper_runs_backward, ("rows_of_runs_kernel", "runs_backward_kernel")),
             (decode, ("decode_kernel", "merge_kernel")),
             (select_masses, ("pool_kernel", "masses_kernel")),
             (select_lists, ("teams_kernel", "digits_kernel", "counts_kernel", "offsets_kernel", "lists_kernel")),
@@ -154,6 +158,8 @@ HOPPER_CALLS = {
     "shaped": {"head_dim": 64, "dtype": torch.bfloat16, "shaped": True},
     "dropped": {"head_dim": 64, "dtype": torch.bfloat16, "shaped": True, "dropout_p": 0.6},
     "dropped, large tiles": {"head_dim": 128, "dtype": torch.bfloat16, "shaped": True, "dropout_p": 0.1},
+    "runs": {"head_dim": 48, "dtype": torch.bfloat16, "segments": (100, 500), "runs": True},
+    "runs, large heads": {"head_dim": 128, "dtype": torch.float16, "segments": (100, 500), "runs": True},
 }
 
 
@@ -166,7 +172,7 @@ def every_bias(heads, seq, shared):
 
 def launches_of(
     capability, *, head_dim, dtype, head_dim_v=None, block=128, heads_kv=2, everything=False, masks=False, shaped=False,
-    dropout_p=0.0, segments=None, bitmaps=False, biased=False,
+    dropout_p=0.0, segments=None, bitmaps=False, biased=False, runs=False,
 ):  # fmt: skip
     """What forward and backward of a call launch."""
     seq, heads = 512, 4
@@ -192,6 +198,8 @@ def launches_of(
     if segments:
         branches = Branches(segments, (1, 2))
         layout = layout_of_branches(branches, seq, num_heads=heads, is_causal=True, block_size=block)
+        if not runs:
+            layout._derived.pop("whole")
     widths = head_dim, head_dim if head_dim_v is None else head_dim_v
     q, do = (torch.empty(1, seq, heads, width, dtype=dtype) for width in widths)
     k, v = (torch.empty(1, seq, heads_kv, width, dtype=dtype) for width in widths)

@@ -10,7 +10,7 @@ if torch.cuda.is_available():
     pytest.skip("needs a machine without a CUDA device: it is taken for several", allow_module_level=True)
 
 from dilated_attention_pytorch import BlockLayout, SlidingWindow
-from dilated_attention_pytorch.kernels import hopper_backward, hopper_forward, launch
+from dilated_attention_pytorch.kernels import hopper_backward, hopper_forward, hopper_runs, hopper_runs_backward, launch
 from dilated_attention_pytorch.options import CallOptions
 from tests.kernels.compiling import CALLS, HOPPER_CALLS, launches_of, recorded
 
@@ -21,9 +21,10 @@ def launched(launches):
     """For each part of a call whether a warp-specialised kernel was launched for it."""
     found = {}
     for kernel, _, constants in launches:
-        if kernel in (hopper_forward.forward_kernel, launch.forward_kernel):
-            found["forward"] = kernel is hopper_forward.forward_kernel
-        elif kernel is hopper_backward.backward_kernel:
+        forwards = hopper_forward.forward_kernel, hopper_runs.runs_forward_kernel
+        if kernel in (*forwards, launch.forward_kernel):
+            found["forward"] = kernel in forwards
+        elif kernel in (hopper_backward.backward_kernel, hopper_runs_backward.runs_backward_kernel):
             found["backward, dk and dv" if constants["OF_KEYS"] else "backward, dq"] = True
         elif kernel is launch.dkv_kernel:
             found["backward, dk and dv"] = False

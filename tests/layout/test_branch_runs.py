@@ -23,7 +23,7 @@ def defined(head, seq, is_causal):
 
 
 def check(heads, num_heads, seq, is_causal):
-    plan = plan_runs(heads, num_heads, seq, is_causal, HOST)
+    plan = plan_runs(heads, seq, is_causal, HOST)
     for of_keys in (False, True):
         got = counted(plan, num_heads, seq, of_keys=of_keys, is_causal=is_causal)
         for head in range(num_heads):

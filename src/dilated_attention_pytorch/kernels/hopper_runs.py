@@ -30,7 +30,8 @@ from .hopper_runs_common import (
 )
 
 VARYING = (
-    "q_b", "q_s", "q_h", "heads", "group", "seq", "total_tiles", "tiles_per_head", "first_tile", "tile_order", "scale",
+    "q_b", "q_s", "q_h", "heads", "group", "seq", "repeats", "total_tiles", "tiles_per_head", "first_tile",
+    "tile_order", "scale",
 )  # fmt: skip
 
 
@@ -187,7 +188,7 @@ def _compute(
 @gluon.jit(do_not_specialize=VARYING)
 def runs_forward_kernel(
     k0, k1, k2, k3, k4, k5, v0, v1, v2, v3, v4, v5, q, out, lse, work, rows, runs,
-    q_b, q_s, q_h, heads, group, seq, total_tiles, tiles_per_head, first_tile, tile_order, scale,
+    q_b, q_s, q_h, heads, group, seq, repeats, total_tiles, tiles_per_head, first_tile, tile_order, scale,
     D: gl.constexpr, PADDED: gl.constexpr, TILE_K: gl.constexpr, STAGES: gl.constexpr, DILATIONS: gl.constexpr,
     CAUSAL: gl.constexpr, NEGATIVE_SCALE: gl.constexpr,
 ):  # fmt: skip
@@ -203,7 +204,7 @@ def runs_forward_kernel(
         keys.init(place)
         values.init(place)
     rings = Rings(keys, values)
-    plan = Plan(work, rows, runs, (total_tiles, tiles_per_head, first_tile, tile_order), group, seq, 3)
+    plan = Plan(work, rows, runs, (total_tiles, tiles_per_head, first_tile, tile_order), group, seq, repeats, 3)
     strides = (q_b, q_s, q_h)
     gl.warp_specialize([
         (_compute, (0, q, out, lse, strides, heads, scale, q_buffers, rings, plan, D, PADDED, TILE_K, CAUSAL,

@@ -32,8 +32,8 @@ from .hopper_runs_common import (
 )
 
 VARYING = (
-    "batch", "heads", "group", "seq", "padded", "copies", "total_tiles", "tiles_per_head", "first_tile", "tile_order", "scale",
-    "scale_out", "a_b", "a_s", "a_h", "b_b", "b_s", "b_h",
+    "batch", "heads", "group", "seq", "padded", "copies", "repeats", "total_tiles", "tiles_per_head", "first_tile",
+    "tile_order", "scale", "scale_out", "a_b", "a_s", "a_h", "b_b", "b_s", "b_h",
 )  # fmt: skip
 
 
@@ -168,7 +168,7 @@ def _compute(
         d_a = gl.zeros([ROWS, PADDED], gl.float32, GRADS)
         d_b = gl.zeros([ROWS, PADDED], gl.float32, GRADS)
         x = 0
-        for i in range(tile.parts):
+        for _ in range(tile.parts):
             place = stream.place(step)
             stream.wait(step)
             stream_a, stream_b = stream.buffers.index(place), rings.stream_b.index(place)
@@ -221,7 +221,7 @@ def _compute(
 def runs_backward_kernel(
     a0, a1, a2, a3, a4, a5, b0, b1, b2, b3, b4, b5, of_rows, numbers, a, b, da, db, work, rows, runs,
     a_b, a_s, a_h, b_b, b_s, b_h, batch, heads, group, seq, padded, copies,
-    total_tiles, tiles_per_head, first_tile, tile_order, scale, scale_out,
+    repeats, total_tiles, tiles_per_head, first_tile, tile_order, scale, scale_out,
     D: gl.constexpr, PADDED: gl.constexpr, STREAM: gl.constexpr, STAGES: gl.constexpr, DILATIONS: gl.constexpr,
     CAUSAL: gl.constexpr, NEGATIVE_SCALE: gl.constexpr, OF_KEYS: gl.constexpr,
 ):  # fmt: skip
@@ -240,7 +240,7 @@ def runs_backward_kernel(
         stream.init(place)
     rings = Rings(own_a, own_b, stream, stream_b, lse_rows, delta_rows)
     FIELD: gl.constexpr = 3 if STREAM == 128 else 4
-    plan = Plan(work, rows, runs, (total_tiles, tiles_per_head, first_tile, tile_order), group, seq, FIELD)
+    plan = Plan(work, rows, runs, (total_tiles, tiles_per_head, first_tile, tile_order), group, seq, repeats, FIELD)
     strides = (a_b, a_s, a_h, b_b, b_s, b_h)
     gl.warp_specialize([
         (_compute, (0, a, b, da, db, numbers, batch, heads, padded, scale, scale_out, strides, rings, plan,

@@ -39,7 +39,7 @@ def describe_numbers(of_rows: Tensor, num: int) -> Any:
 
 @aggregate
 class Plan:
-    """The tiles of a launch, as `RunPlan` has them; `schedule` takes samples for tiles and tiles for heads."""
+    """The tiles of a launch, as `RunPlan` has them; to `schedule` samples and heads are tiles, and tiles are heads."""
 
     work: gl.tensor
     rows: gl.tensor
@@ -47,6 +47,7 @@ class Plan:
     schedule: gl.tuple
     group: gl.tensor
     seq: gl.tensor
+    repeats: gl.tensor  # heads that share a list
     PARTS: gl.constexpr  # the field of the number of parts
 
     @gluon.jit
@@ -55,10 +56,16 @@ class Plan:
 
     @gluon.jit
     def tile(self, turn):
-        sample, tile = scheduled_tile(turn, self.schedule)
+        place, tile = scheduled_tile(turn, self.schedule)
         work = self.work + tile * WORK_FIELDS
         rows = self.rows + gl.load(work + 1) * (2 * ROWS)
-        return Tile(sample, gl.load(work), rows, gl.load(work + 2), gl.load(work + self.PARTS))
+        return Tile(
+            place // self.repeats,
+            gl.load(work) + place % self.repeats,
+            rows,
+            gl.load(work + 2),
+            gl.load(work + self.PARTS),
+        )
 
 
 @aggregate
@@ -70,22 +77,9 @@ class Tile:
     parts: gl.tensor
 
 
-@aggregate
-class Run:
-    """What a warpgroup knows of a run: `place` is how far it is through."""
-
-    dilation: gl.tensor
-    column: gl.tensor
-    first: gl.tensor
-    length: gl.tensor
-    all_from: gl.tensor
-    all_to: gl.tensor
-    begin: gl.tensor
-    end: gl.tensor
-
-
 @gluon.jit
 def load_run(runs, index):
+    """dilation, column, first, length, all_from, all_to, begin and end, as `layout.branch_runs.RUN` names them."""
     at = runs + index * RUN_FIELDS
     return (
         gl.load(at + 1), gl.load(at + 2), gl.load(at + 3), gl.load(at + 4), gl.load(at + 5), gl.load(at + 6),
@@ -126,7 +120,7 @@ def place_in_view(row, column, dilation, seq):
 
 @gluon.jit
 def load_rows(x, token, sample, head, of_sample, step, of_head, D: gl.constexpr, PADDED: gl.constexpr):
-    """The rows of a head of x, in the layout of `token`'s parent; 0 where the token is −1. Strides are in units of 8."""
+    """The rows of a head of x, in the layout of `token`'s parent; 0 where the token is −1. Strides are units of 8."""
     LAYOUT: gl.constexpr = token.type.layout.parent
     column = gl.arange(0, PADDED, gl.SliceLayout(0, LAYOUT))
     at = (sample.to(gl.int64) * of_sample + head.to(gl.int64) * of_head + token.to(gl.int64) * step) * 8

@@ -65,7 +65,7 @@ def reachable(x: Tensor) -> bool:
 
 def forward(call: Call, out: Tensor, lse: Tensor) -> None:
     q, k, v = call.q, call.k, call.v
-    plan = plan_of(call.layout, call.heads)
+    plan = plan_of(call.layout)
     padded = padded_width(call.head_dim)
     tile_k, stages = FORWARD[padded]
     programs, schedule = _schedule(call, len(plan.work))
@@ -73,7 +73,7 @@ def forward(call: Call, out: Tensor, lse: Tensor) -> None:
         hopper_runs.runs_forward_kernel, (programs,),
         (*_views(k, plan, tile_k, padded), *_views(v, plan, tile_k, padded), q, out, lse, plan.work, plan.rows,
          plan.runs),
-        (*_steps(q), call.heads, call.group, call.seq_q, *schedule, call.exp_scale),
+        (*_steps(q), call.heads, call.group, call.seq_q, _repeats(call), *schedule, call.exp_scale),
         **_flags(call, padded, plan), TILE_K=tile_k, STAGES=stages, num_warps=4, maxnreg=168,
     )  # fmt: skip
 
@@ -83,7 +83,7 @@ def backward(
 ) -> None:
     """dq, dk and dv into `grads`: dk and dv of every query head. `numbers` is what `numbers_of_rows` makes."""
     q, k, v, (dq, dk, dv) = call.q, call.k, call.v, grads
-    plan = plan_of(call.layout, call.heads)
+    plan = plan_of(call.layout)
     padded, tile = padded_width(call.head_dim), 64
     copies = _copies(plan)
     length, batch = numbers.shape[-1], call.batch
@@ -97,7 +97,16 @@ def backward(
     stream, stages = BACKWARD[padded]
     described = hopper_runs_common.describe_numbers(numbers.view(2 * batch * call.heads, length), stream)
     programs, schedule = _schedule(call, len(plan.work))
-    sizes = (batch, call.heads, call.group, call.seq_q, length, len(copies) - len(plan.dilations), *schedule)
+    sizes = (
+        batch,
+        call.heads,
+        call.group,
+        call.seq_q,
+        length,
+        len(copies) - len(plan.dilations),
+        _repeats(call),
+        *schedule,
+    )
     for of_keys in (True, False):
         (a, b), (c, d) = ((k, v), (q, do)) if of_keys else ((q, do), (k, v))
         results = (dk, dv) if of_keys else (dq, dq)
@@ -116,7 +125,7 @@ def gradients(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout) -> tuple[lis
     [2, batch, heads, any]."""
     batch, seq, heads, _ = q.shape
     of_heads = [x.new_empty(q.shape) for x in (q, k, v)]
-    length = -(-len(_copies(plan_of(layout, heads))) * seq // 4) * 4  # the copy engine steps by 16 bytes
+    length = -(-len(_copies(plan_of(layout))) * seq // 4) * 4  # the copy engine steps by 16 bytes
     return of_heads, torch.empty(2, batch, heads, length, dtype=torch.float32, device=q.device)
 
 
@@ -145,8 +154,14 @@ def _flags(call: Call, padded: int, plan: RunPlan) -> dict[str, Any]:
 
 
 def _schedule(call: Call, tiles: int) -> tuple[int, TileSchedule]:
-    """The samples of a tile follow each other."""
+    """The samples of a tile, and the heads that share it, follow each other."""
     from .launch import num_processors
 
-    total = tiles * call.batch
-    return min(total, num_processors(call.q.device)), TileSchedule(total, call.batch, 0, SNAKE)
+    of_tile = call.batch * _repeats(call)
+    total = tiles * of_tile
+    return min(total, num_processors(call.q.device)), TileSchedule(total, of_tile, 0, SNAKE)
+
+
+def _repeats(call: Call) -> int:
+    """Heads that share a list."""
+    return 1 if call.layout.num_heads else call.heads

@@ -32,17 +32,19 @@ WALKED = (128, 64)  # rows of a run that a kernel may take at a time
 LEVELS = 16  # of lengths of tiles
 TILE_START = 2  # what a tile costs besides, in parts of a run
 MOST_DILATIONS = 6
+NUM_TENSORS, NUM_SIZES = 5, 4 + MOST_DILATIONS  # of `flattened`
 # Fields of a run: `stop` − `first` rows from `first` on, of column `column` in the view with stride `dilation`, which
 # is the `place`-th smallest. All rows of the tile see those from `all_from` to before `all_to`, counted from `first`;
 # the others are seen by the rows whose token is in the segment, from `begin` to before `end`, and in the column.
 RUN = ("place", "dilation", "column", "first", "length", "all_from", "all_to", "begin", "end", "unused")
-# Fields of a tile: its head, its place in `rows`, its first run, and its parts of 128 and of 64 rows (at least one).
-WORK = ("head", "rows", "run", "parts_128", "parts_64", "unused")
+# Fields of a tile: its list (of a head, or of all heads if there is one), its place in `rows`, its first run, and its
+# parts of 128 and of 64 rows (at least one).
+WORK = ("list", "rows", "run", "parts_128", "parts_64", "unused")
 
 
 @dataclass(frozen=True, eq=False)
 class RunPlan:
-    """The tiles of all heads, the longest first, and what they walk.
+    """The tiles of all lists of branches, the longest first, and what they walk.
 
     Attributes:
         dilations: the different ones, ascending.
@@ -50,7 +52,6 @@ class RunPlan:
         work: int32 [tiles, WORK].
         runs: int32 [any, RUN].
         key_work, key_runs: the same for tiles of keys; not others, where it is not causal.
-        parts: of `WALKED[0]` rows, of all tiles: what a forward pass does.
     """
 
     dilations: tuple[int, ...]
@@ -59,7 +60,6 @@ class RunPlan:
     runs: Tensor
     key_work: Tensor
     key_runs: Tensor
-    parts: int
 
     def tensors(self) -> list[Tensor]:
         return [self.rows, self.work, self.runs, self.key_work, self.key_runs]
@@ -81,13 +81,11 @@ def why_no_runs(heads: Sequence[Sequence[Branch]], seq_q: int, seq_k: int) -> st
     return None
 
 
-def plan_runs(
-    heads: Sequence[Sequence[Branch]], num_heads: int, seq: int, is_causal: bool, device: torch.device
-) -> RunPlan:
-    """The plan of so many heads; `heads` has one list of branches for all of them, or one for each."""
+def plan_runs(heads: Sequence[Sequence[Branch]], seq: int, is_causal: bool, device: torch.device) -> RunPlan:
+    """The plan of heads with these branches each."""
     dilations = tuple(sorted({r for head in heads for _, r, _ in head}))
     different = list(dict.fromkeys(map(tuple, heads)))
-    of_head = [different.index(tuple(heads[head % len(heads)])) for head in range(num_heads)]
+    of_head = [different.index(tuple(head)) for head in heads]
     tiles = [_tiles_of(head, dilations, seq, is_causal, device) for head in different]
     at = torch.tensor([0, *(len(each.rows) for each in tiles)]).cumsum(0).tolist()
     work, runs = _joined([(each.tile, each.runs, len(each.rows)) for each in tiles], of_head, at)
@@ -95,7 +93,7 @@ def plan_runs(
     if is_causal:
         key_work, key_runs = _joined([(each.key_tile, each.key_runs, len(each.rows)) for each in tiles], of_head, at)
     rows = torch.cat([each.rows for each in tiles])
-    return RunPlan(dilations, rows, work, runs, key_work, key_runs, int(work[:, 3].sum()))
+    return RunPlan(dilations, rows, work, runs, key_work, key_runs)
 
 
 @dataclass(frozen=True)
@@ -116,7 +114,10 @@ def _tiles_of(
     held = torch.zeros(seq, dtype=torch.int64, device=device)
     for i, (w, r, offset) in enumerate(branches):
         held |= (token % w % r == offset).long() << i
-    rows, by_query, by_key, base = [], [], [], 0
+    rows: list[Tensor] = []
+    by_query: list[tuple[Tensor, Tensor]] = []
+    by_key: list[tuple[Tensor, Tensor]] = []
+    base = 0
     for which in held.unique().tolist():
         alike = (held == which).nonzero()[:, 0]
         inside = [branch for i, branch in enumerate(branches) if which >> i & 1]
@@ -166,7 +167,8 @@ def _cut_at(alike: Tensor, borders: Sequence[Branch]) -> _Cut:
 def _cheapest_cut(alike: Tensor, inside: Sequence[Branch], seq: int, is_causal: bool) -> _Cut:
     """At the borders of none of the branches, of the longest, of the two longest, ...: what walks the fewest parts."""
     longest = sorted(inside, reverse=True)
-    costs, cuts = [], []
+    costs: list[Tensor] = []
+    cuts: list[_Cut] = []
     for num in range(len(longest) + 1):
         cut = _cut_at(alike, longest[:num])
         if cuts and cut.num == cuts[-1].num:
@@ -259,57 +261,80 @@ def _joined(
     return work.int().contiguous(), torch.cat([runs for _, runs, _ in tiles]).contiguous()
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
+class WholeBranches:
+    """What `layout_of_branches` notes of a layout of whole sequences: the branches of each list."""
+
+    heads: tuple[tuple[Branch, ...], ...]
+    is_causal: bool
+
+    def tensors(self) -> list[Tensor]:
+        return []
+
+
+@dataclass(frozen=True)
 class Runs:
-    """What a layout of branches is as runs.
+    """Whether a layout can be walked as runs, and what that costs.
 
     Attributes:
-        reason: why it has no plan; empty if it has one.
-        heads, is_causal: the branches of each list, and whether keys behind a query are hidden.
-        even_pairs, mixed_pairs: what blocks hold, of all heads: those that count alike, and those counted one by one.
-        pairs: what tiles of runs hold, about: tiles are full, and walk what their rows see.
+        reason: why it cannot; else empty.
+        is_causal: whether keys behind a query are hidden.
+        even_pairs, mixed_pairs: what blocks hold, of all lists: those that count alike, and those counted one by one.
+        pairs: what tiles of runs hold, if each walked what one of its rows sees.
     """
 
     reason: str
-    heads: tuple[tuple[Branch, ...], ...] = ()
     is_causal: bool = False
-    even_pairs: float = 0.0
-    mixed_pairs: float = 0.0
-    pairs: float = 0.0
+    even_pairs: int = 0
+    mixed_pairs: int = 0
+    pairs: int = 0
 
     def tensors(self) -> list[Tensor]:
         return []
 
 
 def runs_of(layout: BlockLayout) -> Runs:
-    """Found once for each layout; on a GPU that waits for its branches."""
+    """Found once for each layout; on a GPU that may wait for its lists."""
     return layout._derive("runs", lambda: _runs_of_layout(layout))
 
 
-def plan_of(layout: BlockLayout, num_heads: int) -> RunPlan:
+def plan_of(layout: BlockLayout) -> RunPlan:
     """The plan of a layout that has runs; made once."""
-    runs = runs_of(layout)
-    make = partial(plan_runs, runs.heads, num_heads, layout.seq_q, runs.is_causal, layout.device)
-    return layout._derive(f"run_plan_{num_heads}", make)
+    if "run_plan" in layout._derived:
+        return layout._derived["run_plan"]
+    whole: WholeBranches = layout._derived["whole"]
+    make = partial(plan_runs, whole.heads, layout.seq_q, whole.is_causal, layout.device)
+    return layout._derive("run_plan", make)
 
 
 def _runs_of_layout(layout: BlockLayout) -> Runs:
-    if not layout.dilated:
-        return Runs("runs are for dilated attention")
-    numbers = layout.branches.tolist()
-    if any(by for head in numbers for *_, query_by, key_by in head for by in (query_by, key_by)):
-        return Runs("runs are for whole sequences, not for parts of them")
-    heads = tuple(tuple((w, r, offset) for w, r, offset, *_ in head) for head in numbers)
-    reason = why_no_runs(heads, layout.seq_q, layout.seq_k)
+    whole: WholeBranches | None = layout._derived.get("whole")
+    if whole is None:
+        return Runs("runs are for whole sequences, not for parts or copies of their layouts")
+    reason = why_no_runs(whole.heads, layout.seq_q, layout.seq_k)
     if reason is not None:
         return Runs(reason)
-    is_causal = int(layout.rules[0, 0, 1]) == 0
-    size = layout.block_q * layout.block_k
-    mixed = int((layout.by_query.rule_ids[: layout.num_active_blocks] == 0).sum()) * size
+    size, mixed = layout.block_q * layout.block_k, 0
+    if layout.has_mixed_blocks:
+        mixed = int((layout.by_query.rule_ids[: layout.num_active_blocks] == 0).sum()) * size
     even = layout.num_active_blocks * size - mixed
-    seq, share = layout.seq_q, 0.5 if is_causal else 1.0
-    pairs = sum(share * seq * min(w, seq) / r**2 for head in heads for w, r, _ in head)
-    return Runs("", heads, is_causal, float(even), float(mixed), pairs)
+    seq = layout.seq_q
+    pairs = sum(seq * min(w, seq) / r**2 for head in whole.heads for w, r, _ in head)
+    return Runs("", whole.is_causal, even, mixed, int(pairs / 2 if whole.is_causal else pairs))
+
+
+def flattened(layout: BlockLayout) -> tuple[list[Tensor], list[int]]:
+    """The plan of a layout that has runs as tensors and ints, for a graph that holds on to its lists."""
+    runs, plan = runs_of(layout), plan_of(layout)
+    dilations = [*plan.dilations, *[0] * (MOST_DILATIONS - len(plan.dilations))]
+    return plan.tensors(), [int(runs.is_causal), runs.even_pairs, runs.mixed_pairs, runs.pairs, *dilations]
+
+
+def unflatten_into(layout: BlockLayout, tensors: Sequence[Tensor], sizes: Sequence[int]) -> None:
+    """The inverse, for a layout that was made from its own."""
+    is_causal, even, mixed, pairs, *dilations = sizes
+    layout._derived["runs"] = Runs("", bool(is_causal), even, mixed, pairs)
+    layout._derived["run_plan"] = RunPlan(tuple(r for r in dilations if r), *tensors)
 
 
 def counted(plan: RunPlan, num_heads: int, seq: int, *, of_keys: bool = False, is_causal: bool = False) -> Tensor:
