@@ -85,9 +85,14 @@ def backward(
 
 
 def workspace(request: SizeRequest) -> Workspace:
-    """Backward: lse and delta of every row, up to whole blocks, in float32."""
+    """Backward: lse and delta of every row, up to whole blocks, in float32. Where runs are walked, a copy for each
+    dilation, and under grouped heads dk and dv of every query head."""
     shape, lists = request.shape, request.lists
-    return Workspace(0, 2 * 4 * shape.batch * shape.heads * lists.num_q_blocks * lists.block_q)
+    rows, of_heads = lists.num_q_blocks * lists.block_q, 0
+    if lists.run_branches and request.device == "cuda" and shape.dtype.itemsize == 2:
+        rows = max(rows, (lists.run_branches + 1) * shape.seq_q)
+        of_heads = 2 * shape.q if shape.heads > shape.heads_kv else 0
+    return Workspace(0, 2 * 4 * shape.batch * shape.heads * rows + of_heads)
 
 
 def kernels_of(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, options: CallOptions) -> dict[str, str]:
