@@ -27,6 +27,7 @@ from .hopper_runs_common import (
     place_in_view,
     row_layout,
     store_rows,
+    times_counted,
 )
 
 VARYING = (
@@ -78,11 +79,12 @@ def _hide(scores, x, key_lane, run, high, TILE_K: gl.constexpr):
 
 
 @gluon.jit
-def _softmax(scores, row_sum, row_max, scale):
+def _softmax(scores, row_sum, row_max, scale, x, key_lane, run, plan):
     new_max = gl.maximum(row_max, max_of_rows(scores) * scale)
     base = gl.where(new_max == float("-inf"), 0.0, new_max)
     shrink = gl.exp2(row_max - base)
     weights = gl.exp2(scores * scale - gl.expand_dims(base, 1))
+    weights = times_counted(weights, x, key_lane, run[8], run[9], run[10], plan)
     return weights, row_sum * shrink + gl.sum(weights, 1), new_max, shrink
 
 
@@ -127,7 +129,7 @@ def _compute(
             scores = -scores
         scores = _hide(scores, 0, key_lane, run, high, TILE_K)
         none = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
-        weights, row_sum, row_max, shrink = _softmax(scores, gl.zeros_like(none), none, scale)
+        weights, row_sum, row_max, shrink = _softmax(scores, gl.zeros_like(none), none, scale, 0, key_lane, run, plan)
         weights = weights.to(KEPT)
         acc = gl.zeros([ROWS, PADDED], gl.float32, ACC)
         x = TILE_K
@@ -151,7 +153,7 @@ def _compute(
             if NEGATIVE_SCALE:
                 scores = -scores
             scores = _hide(scores, x, key_lane, run, high, TILE_K)
-            weights, row_sum, row_max, shrink = _softmax(scores, row_sum, row_max, scale)
+            weights, row_sum, row_max, shrink = _softmax(scores, row_sum, row_max, scale, x, key_lane, run, plan)
             acc, operand = warpgroup_mma_wait(0, deps=[pending_acc, operand])
             keys.release(here)
             values.release(before)
@@ -187,7 +189,7 @@ def _compute(
 
 @gluon.jit(do_not_specialize=VARYING)
 def runs_forward_kernel(
-    k0, k1, k2, k3, k4, k5, v0, v1, v2, v3, v4, v5, q, out, lse, work, rows, runs,
+    k0, k1, k2, k3, k4, k5, v0, v1, v2, v3, v4, v5, q, out, lse, work, rows, runs, tables,
     q_b, q_s, q_h, heads, group, seq, repeats, total_tiles, tiles_per_head, first_tile, tile_order, scale,
     D: gl.constexpr, PADDED: gl.constexpr, TILE_K: gl.constexpr, STAGES: gl.constexpr, DILATIONS: gl.constexpr,
     CAUSAL: gl.constexpr, NEGATIVE_SCALE: gl.constexpr,
@@ -204,7 +206,7 @@ def runs_forward_kernel(
         keys.init(place)
         values.init(place)
     rings = Rings(keys, values)
-    plan = Plan(work, rows, runs, (total_tiles, tiles_per_head, first_tile, tile_order), group, seq, repeats, 3)
+    plan = Plan(work, rows, runs, tables, (total_tiles, tiles_per_head, first_tile, tile_order), group, seq, repeats, 3)
     strides = (q_b, q_s, q_h)
     gl.warp_specialize([
         (_compute, (0, q, out, lse, strides, heads, scale, q_buffers, rings, plan, D, PADDED, TILE_K, CAUSAL,

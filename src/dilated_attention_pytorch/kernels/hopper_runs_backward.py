@@ -29,6 +29,7 @@ from .hopper_runs_common import (
     place_in_view,
     row_layout,
     store_rows,
+    times_counted,
 )
 
 VARYING = (
@@ -165,6 +166,7 @@ def _compute(
         run = load_run(plan.runs, index)
         low, high = bounds_of(run, token, CAUSAL, OF_KEYS)
         length, all_from, all_to = run[3], run[4], run[5]
+        table, phase, period = run[8], run[9], run[10]
         d_a = gl.zeros([ROWS, PADDED], gl.float32, GRADS)
         d_b = gl.zeros([ROWS, PADDED], gl.float32, GRADS)
         x = 0
@@ -179,6 +181,7 @@ def _compute(
                 next_run = load_run(plan.runs, index)
                 low, high = bounds_of(next_run, token, CAUSAL, OF_KEYS)
                 length, all_from, all_to = next_run[3], next_run[4], next_run[5]
+                table, phase, period = next_run[8], next_run[9], next_run[10]
                 x = 0
             scores = warpgroup_mma_wait(1, deps=[pending_scores])
             if NEGATIVE_SCALE:
@@ -188,6 +191,7 @@ def _compute(
             else:
                 lowered = gl.expand_dims(row_lse, 1)
             weights = gl.exp2(scores * scale - lowered)
+            weights = times_counted(weights, x, stream_lane, table, phase, period, plan)
             if (x < all_from) | (x + STREAM > all_to):
                 other = gl.expand_dims(stream_lane + x, 0)
                 seen = (other >= gl.expand_dims(low, 1)) & (other < gl.expand_dims(high, 1))
@@ -220,7 +224,7 @@ def _compute(
 @gluon.jit(do_not_specialize=VARYING)
 def runs_backward_kernel(
     a0, a1, a2, a3, a4, a5, b0, b1, b2, b3, b4, b5, of_rows, numbers, a, b, da, db, work, rows, runs,
-    a_b, a_s, a_h, b_b, b_s, b_h, batch, heads, group, seq, padded, copies,
+    tables, a_b, a_s, a_h, b_b, b_s, b_h, batch, heads, group, seq, padded, copies,
     repeats, total_tiles, tiles_per_head, first_tile, tile_order, scale, scale_out,
     D: gl.constexpr, PADDED: gl.constexpr, STREAM: gl.constexpr, STAGES: gl.constexpr, DILATIONS: gl.constexpr,
     CAUSAL: gl.constexpr, NEGATIVE_SCALE: gl.constexpr, OF_KEYS: gl.constexpr,
@@ -240,7 +244,9 @@ def runs_backward_kernel(
         stream.init(place)
     rings = Rings(own_a, own_b, stream, stream_b, lse_rows, delta_rows)
     FIELD: gl.constexpr = 3 if STREAM == 128 else 4
-    plan = Plan(work, rows, runs, (total_tiles, tiles_per_head, first_tile, tile_order), group, seq, repeats, FIELD)
+    plan = Plan(
+        work, rows, runs, tables, (total_tiles, tiles_per_head, first_tile, tile_order), group, seq, repeats, FIELD
+    )
     strides = (a_b, a_s, a_h, b_b, b_s, b_h)
     gl.warp_specialize([
         (_compute, (0, a, b, da, db, numbers, batch, heads, padded, scale, scale_out, strides, rings, plan,

@@ -21,7 +21,7 @@ from .tile_scheduler import num_turns, scheduled_tile
 
 # The fetching warp keeps more numbers than that of `hopper_common`: 128 · (2 · 232 + 40) = 64,512 registers.
 COMPUTE_REGS, FETCH_REGS = gl.constexpr(240), gl.constexpr(24)
-RUN_FIELDS, WORK_FIELDS = gl.constexpr(10), gl.constexpr(6)
+RUN_FIELDS, WORK_FIELDS = gl.constexpr(12), gl.constexpr(6)
 
 
 def describe_view(x: Tensor, dilation: int, rows: int, padded: int) -> Any:
@@ -44,6 +44,7 @@ class Plan:
     work: gl.tensor
     rows: gl.tensor
     runs: gl.tensor
+    tables: gl.tensor
     schedule: gl.tuple
     group: gl.tensor
     seq: gl.tensor
@@ -79,18 +80,18 @@ class Tile:
 
 @gluon.jit
 def load_run(runs, index):
-    """dilation, column, first, length, all_from, all_to, begin and end, as `layout.branch_runs.RUN` names them."""
+    """From dilation to period, as `layout.run_tiles.RUN` names them."""
     at = runs + index * RUN_FIELDS
     return (
         gl.load(at + 1), gl.load(at + 2), gl.load(at + 3), gl.load(at + 4), gl.load(at + 5), gl.load(at + 6),
-        gl.load(at + 7), gl.load(at + 8),
+        gl.load(at + 7), gl.load(at + 8), gl.load(at + 9), gl.load(at + 10), gl.load(at + 11),
     )  # fmt: skip
 
 
 @gluon.jit
 def bounds_of(run, token, CAUSAL: gl.constexpr, OF_KEYS: gl.constexpr):
     """Which rows of a run the rows of a tile see, counted from its first: from `low` to before `high`."""
-    dilation, column, first, length, _, _, begin, end = run
+    dilation, column, first, length, _, _, begin, end, _, _, _ = run
     inside = (token >= begin) & (token < end) & (token % dilation == column)
     low = gl.zeros_like(token)
     high = gl.where(inside, length, 0)
@@ -101,6 +102,15 @@ def bounds_of(run, token, CAUSAL: gl.constexpr, OF_KEYS: gl.constexpr):
         else:
             high = gl.where(inside, gl.minimum(own + 1, length), 0)
     return low, high
+
+
+@gluon.jit
+def times_counted(weights, x, lane, table, phase, period, plan):
+    """Weights of the part from row `x` of a run on, as often as its rows count."""
+    if period > 0:
+        times = gl.load(plan.tables + table + (phase + x) % period + lane)
+        weights = weights * gl.expand_dims(times, 0)
+    return weights
 
 
 @gluon.jit

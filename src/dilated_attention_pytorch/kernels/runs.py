@@ -72,7 +72,7 @@ def forward(call: Call, out: Tensor, lse: Tensor) -> None:
     call._launch(
         hopper_runs.runs_forward_kernel, (programs,),
         (*_views(k, plan, tile_k, padded), *_views(v, plan, tile_k, padded), q, out, lse, plan.work, plan.rows,
-         plan.runs),
+         plan.runs, plan.tables),
         (*_steps(q), call.heads, call.group, call.seq_q, _repeats(call), *schedule, call.exp_scale),
         **_flags(call, padded, plan), TILE_K=tile_k, STAGES=stages, num_warps=4, maxnreg=168,
     )  # fmt: skip
@@ -114,7 +114,7 @@ def backward(
         call._launch(
             hopper_runs_backward.runs_backward_kernel, (programs,),
             (*_views(c, plan, stream, padded), *_views(d, plan, stream, padded), described, numbers, a, b, *results,
-             work, plan.rows, runs),
+             work, plan.rows, runs, plan.tables),
             (*_steps(a), *_steps(b), *sizes, call.exp_scale, call.scale),
             **_flags(call, padded, plan), STREAM=stream, STAGES=stages, OF_KEYS=of_keys, num_warps=4, maxnreg=168,
         )  # fmt: skip
