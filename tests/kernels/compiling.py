@@ -77,7 +77,7 @@ def recorded(capability):
             (hopper_forward, ("forward_kernel",)),
             (hopper_backward, ("backward_kernel",)),
             (hopper_runs, ("runs_forward_kernel",)),
-            (hopper_runs_backward, ("rows_of_runs_kernel", "runs_backward_kernel")),
+            (hopper_runs_backward, ("runs_backward_kernel",)),
             (decode, ("decode_kernel", "merge_kernel")),
             (select_masses, ("pool_kernel", "masses_kernel")),
             (select_lists, ("teams_kernel", "digits_kernel", "counts_kernel", "offsets_kernel", "lists_kernel")),
@@ -150,6 +150,8 @@ CALLS = {
 }
 
 
+RUNS = (100, 200, 300, 400, 500, 512)  # as many dilations as there may be
+
 # What only the kernels for Hopper make something else of.
 HOPPER_CALLS = {
     "large tiles": {"head_dim": 128, "dtype": torch.bfloat16},
@@ -158,8 +160,8 @@ HOPPER_CALLS = {
     "shaped": {"head_dim": 64, "dtype": torch.bfloat16, "shaped": True},
     "dropped": {"head_dim": 64, "dtype": torch.bfloat16, "shaped": True, "dropout_p": 0.6},
     "dropped, large tiles": {"head_dim": 128, "dtype": torch.bfloat16, "shaped": True, "dropout_p": 0.1},
-    "runs": {"head_dim": 48, "dtype": torch.bfloat16, "segments": (100, 500), "runs": True},
-    "runs, large heads": {"head_dim": 128, "dtype": torch.float16, "segments": (100, 500), "runs": True},
+    "runs": {"head_dim": 48, "dtype": torch.bfloat16, "segments": RUNS, "runs": True},
+    "runs, large heads": {"head_dim": 128, "dtype": torch.float16, "segments": RUNS, "runs": True},
 }
 
 
@@ -175,7 +177,7 @@ def launches_of(
     dropout_p=0.0, segments=None, bitmaps=False, biased=False, runs=False,
 ):  # fmt: skip
     """What forward and backward of a call launch."""
-    seq, heads = 512, 4
+    seq, heads = 1536 if runs else 512, 4
     pattern = SlidingWindow(100, 0)
     extras = CallOptions(head_dim**-0.5)
     if masks:
@@ -196,7 +198,7 @@ def launches_of(
     if bitmaps:
         layout = BlockLayout.from_mask(torch.arange(seq * seq).view(seq, seq) % 7 < 4, block)
     if segments:
-        branches = Branches(segments, (1, 2))
+        branches = Branches(segments, (1, 2, 3, 4, 8, 9)[: len(segments)])
         layout = layout_of_branches(branches, seq, num_heads=heads, is_causal=True, block_size=block)
         if not runs:
             layout._derived.pop("whole")

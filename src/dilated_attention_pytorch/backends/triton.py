@@ -85,14 +85,12 @@ def backward(
 
 
 def workspace(request: SizeRequest) -> Workspace:
-    """Backward: lse and delta of every row, up to whole blocks, in float32. Where runs are walked, a copy for each
-    dilation, and under grouped heads dk and dv of every query head."""
+    """Backward: lse and delta of every row, up to whole blocks, in float32. Where runs are walked under grouped heads,
+    dk and dv of every query head too."""
     shape, lists = request.shape, request.lists
-    rows, of_heads = lists.num_q_blocks * lists.block_q, 0
-    if lists.run_branches and request.device == "cuda" and shape.dtype.itemsize == 2:
-        rows = max(rows, (lists.run_branches + 1) * shape.seq_q)
-        of_heads = 2 * shape.q if shape.heads > shape.heads_kv else 0
-    return Workspace(0, 2 * 4 * shape.batch * shape.heads * rows + of_heads)
+    of_rows = 2 * 4 * shape.batch * shape.heads * lists.num_q_blocks * lists.block_q
+    walks_runs = lists.run_branches and request.device == "cuda" and shape.dtype.itemsize == 2
+    return Workspace(0, of_rows + (2 * shape.q if walks_runs and shape.heads > shape.heads_kv else 0))
 
 
 def kernels_of(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, options: CallOptions) -> dict[str, str]:

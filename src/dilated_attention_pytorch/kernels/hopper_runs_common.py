@@ -21,6 +21,7 @@ from .tile_scheduler import num_turns, scheduled_tile
 
 # The fetching warp keeps more numbers than that of `hopper_common`: 128 · (2 · 232 + 40) = 64,512 registers.
 COMPUTE_REGS, FETCH_REGS = gl.constexpr(240), gl.constexpr(24)
+BY_BRANCH = gl.constexpr(False)
 RUN_FIELDS, WORK_FIELDS = gl.constexpr(12), gl.constexpr(6)
 
 
@@ -30,11 +31,6 @@ def describe_view(x: Tensor, dilation: int, rows: int, padded: int) -> Any:
     of_sample, step, of_head, _ = x.stride()
     shape = batch, seq // dilation, dilation + seq % dilation, heads, head_dim
     return described(x, shape, (of_sample, step * dilation, step, of_head, 1), (1, rows, 1, 1, padded))
-
-
-def describe_numbers(of_rows: Tensor, num: int) -> Any:
-    """`num` neighbours of a row of of_rows [rows, any]."""
-    return described(of_rows, tuple(of_rows.shape), (of_rows.shape[1], 1), (1, num))
 
 
 @aggregate
@@ -117,8 +113,11 @@ def times_counted(weights, x, lane, table, phase, period, plan):
 def fetch_part(descriptors, place, at, bar, buffer, NUM: gl.constexpr):
     """One copy, by the descriptor of a dilation."""
     for which in gl.static_range(NUM):
-        if place == which:
-            load_block(descriptors[which], at, bar, as_block(buffer, descriptors[which]))
+        if BY_BRANCH:
+            if place == which:
+                load_block(descriptors[which], at, bar, as_block(buffer, descriptors[which]))
+        else:
+            load_block(descriptors[which], at, bar, as_block(buffer, descriptors[which]), pred=place == which)
 
 
 @gluon.jit

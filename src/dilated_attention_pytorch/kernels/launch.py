@@ -100,8 +100,6 @@ def backward(
         known((*given, *of_rows, *grads))
         return grads
     call = Call(q, k, v, layout, options)
-    if call.walks_runs:
-        return call.backward_over_runs(do, dlse, out, lse)
     grads, of_rows, of_bias = call.backward(do, dlse, out, lse, wanted)
     _remember(key, call, (*given, *of_rows, *grads))
     return *grads, *of_bias
@@ -231,7 +229,7 @@ class Call:
     ) -> tuple[Grads, Rows, list[Tensor]]:
         """dq, dk and dv, the numbers of rows that the kernels took, and the gradients of the bias that are wanted."""
         q, k, v, layout, given = self.q, self.k, self.v, self.layout, (do, dlse, out, lse)
-        do = contiguous_rows(do)
+        do = contiguous_rows(do) if not self.walks_runs or runs.reachable(do) else do.contiguous()
         out, lse = out.contiguous(), lse.contiguous()  # a ring gives parts of its own
         dlse = None if dlse is None else dlse.contiguous()
         self.as_given &= all(map(operator.is_, given, (do, dlse, out, lse)))
@@ -240,10 +238,13 @@ class Call:
         self._launch(
             rows_kernel, (padded_q // tile * self.batch * self.heads,),
             (out, do, lse if dlse is None else dlse, lse, *of_rows[1:]),
-            (*do.stride()[:3], self.heads, self.seq_q, padded_q, layout.num_residues),
+            (*do.stride()[:3], self.heads, self.seq_q, padded_q, 1 if self.walks_runs else layout.num_residues),
             D=self.head_dim_v, PADDED_D=self.flags["PADDED_D_V"], TILE=tile, BASE_E=self.flags["BASE_E"],
             DLSE=dlse is not None,
         )  # fmt: skip
+        if self.walks_runs:
+            self._backward_over_runs(do, of_rows, dq, dk, dv)
+            return (dq, dk, dv), of_rows, []
         if self._on_hopper(layout.block_k, layout.block_q, q, k, v, do):
             self._hopper_backward(do, of_rows, dq, dk, dv, of_keys=True)
         else:
@@ -257,14 +258,15 @@ class Call:
             self._plain_dq(do, of_rows, dq, of_bias)
         return (dq, dk, dv), of_rows, of_bias.results() if of_bias else []
 
-    def backward_over_runs(self, do: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor) -> Grads:
-        do = do if runs.reachable(do) else do.contiguous()
-        dlse = None if dlse is None else dlse.contiguous()
-        (dq, dk, dv), numbers = runs.gradients(self.q, self.k, self.v, self.layout)
-        runs.backward(self, do, dlse, out.contiguous(), lse.contiguous(), (dq, dk, dv), numbers)
-        if self.group > 1:  # of the query heads of a key head
-            dk, dv = (x.unflatten(2, (self.heads_kv, self.group)).sum(3) for x in (dk, dv))
-        return dq, dk, dv
+    def _backward_over_runs(self, do: Tensor, of_rows: Rows, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
+        if self.group == 1:
+            runs.backward(self, do, of_rows[1:], (dq, dk, dv))
+            return
+        of_heads = [x.new_empty(self.q.shape) for x in (dk, dv)]
+        runs.backward(self, do, of_rows[1:], (dq, *of_heads))
+        for x, each in zip((dk, dv), of_heads, strict=True):
+            torch.sum(each.unflatten(2, (self.heads_kv, self.group)), 3, out=x)
+        self.as_given = False  # sums are no launch of ours
 
     def _launch(self, *args: Any, **constants: Any) -> None:
         self.launches.append(launcher.launch(*args, **constants))

@@ -17,9 +17,10 @@ from .tile_scheduler import SNAKE, TileSchedule
 if TYPE_CHECKING:
     from .launch import Call
 
-# By padded head dimension: keys a part and parts in flight, forward; rows a part and parts in flight, backward.
+# By padded head dimension: rows of a part, and how many parts are in flight.
 FORWARD = {32: (128, 4), 64: (128, 3), 128: (128, 2)}
-BACKWARD = {32: (128, 2), 64: (128, 2), 128: (64, 3)}
+DKV = {32: (64, 4), 64: (64, 4), 128: (64, 3)}
+DQ = {32: (128, 2), 64: (128, 2), 128: (64, 3)}
 # What pairs cost, where those of even blocks on the kernels for Hopper cost 1. Tiles of runs are not all full and not
 # all walked by all of their rows; plain kernels have half the rate; of mixed blocks every pair is counted.
 OF_RUNS, PLAIN, MIXED = 1.3, 2.0, 6.0
@@ -78,60 +79,26 @@ def forward(call: Call, out: Tensor, lse: Tensor) -> None:
     )  # fmt: skip
 
 
-def backward(
-    call: Call, do: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, grads: Sequence[Tensor], numbers: Tensor
-) -> None:
-    """dq, dk and dv into `grads`: dk and dv of every query head. `numbers` is what `numbers_of_rows` makes."""
+def backward(call: Call, do: Tensor, of_rows: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+    """dq, dk and dv into `grads`, dk and dv of every query head; `of_rows` is lse and delta, [batch, heads, any] in the
+    order of tokens, as kernels take them."""
     q, k, v, (dq, dk, dv) = call.q, call.k, call.v, grads
     plan = plan_of(call.layout)
-    padded, tile = padded_width(call.head_dim), 64
-    copies = _copies(plan)
-    length, batch = numbers.shape[-1], call.batch
-    call._launch(
-        hopper_runs_backward.rows_of_runs_kernel, (-(-call.seq_q // tile) * batch * call.heads,),
-        (out, do, lse if dlse is None else dlse, lse, numbers),
-        (*do.stride()[:3], batch, call.heads, call.seq_q, length, len(copies)),
-        D=call.head_dim, PADDED_D=padded, TILE=tile, DLSE=dlse is not None,
-        **{f"R{i}": copies[min(i, len(copies) - 1)] for i in range(MOST_DILATIONS + 1)},
-    )  # fmt: skip
-    stream, stages = BACKWARD[padded]
-    described = hopper_runs_common.describe_numbers(numbers.view(2 * batch * call.heads, length), stream)
+    padded = padded_width(call.head_dim)
     programs, schedule = _schedule(call, len(plan.work))
-    sizes = (
-        batch,
-        call.heads,
-        call.group,
-        call.seq_q,
-        length,
-        len(copies) - len(plan.dilations),
-        _repeats(call),
-        *schedule,
-    )
+    sizes = (call.heads, call.group, call.seq_q, of_rows[0].shape[2], _repeats(call), *schedule)
     for of_keys in (True, False):
+        stream, stages = (DKV if of_keys else DQ)[padded]
         (a, b), (c, d) = ((k, v), (q, do)) if of_keys else ((q, do), (k, v))
         results = (dk, dv) if of_keys else (dq, dq)
         work, runs = (plan.key_work, plan.key_runs) if of_keys else (plan.work, plan.runs)
         call._launch(
             hopper_runs_backward.runs_backward_kernel, (programs,),
-            (*_views(c, plan, stream, padded), *_views(d, plan, stream, padded), described, numbers, a, b, *results,
+            (*_views(c, plan, stream, padded), *_views(d, plan, stream, padded), a, b, *results, *of_rows,
              work, plan.rows, runs, plan.tables),
             (*_steps(a), *_steps(b), *sizes, call.exp_scale, call.scale),
             **_flags(call, padded, plan), STREAM=stream, STAGES=stages, OF_KEYS=of_keys, num_warps=4, maxnreg=168,
         )  # fmt: skip
-
-
-def gradients(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout) -> tuple[list[Tensor], Tensor]:
-    """New dq, dk and dv, these of every query head, and the numbers of rows: lse and delta, copied for each dilation,
-    [2, batch, heads, any]."""
-    batch, seq, heads, _ = q.shape
-    of_heads = [x.new_empty(q.shape) for x in (q, k, v)]
-    length = -(-len(_copies(plan_of(layout))) * seq // 4) * 4  # the copy engine steps by 16 bytes
-    return of_heads, torch.empty(2, batch, heads, length, dtype=torch.float32, device=q.device)
-
-
-def _copies(plan: RunPlan) -> tuple[int, ...]:
-    """The first one is in the order of tokens."""
-    return plan.dilations if plan.dilations[0] == 1 else (1, *plan.dilations)
 
 
 def _views(x: Tensor, plan: RunPlan, rows: int, padded: int) -> list[Any]:
