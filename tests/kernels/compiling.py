@@ -40,6 +40,8 @@ from dilated_attention_pytorch.kernels import (
     decode,
     hopper_backward,
     hopper_forward,
+    hopper_runs,
+    hopper_runs_backward,
     launch,
     padding,
     select_lists,
@@ -78,6 +80,8 @@ def recorded(capability):
             (hopper_backward, ("backward_kernel",)),
             (padding, ("key_bits_kernel", "padded_lists_kernel")),
             (united, ("mark_kernel", "unite_kernel")),
+            (hopper_runs, ("runs_forward_kernel",)),
+            (hopper_runs_backward, ("runs_backward_kernel",)),
             (decode, ("decode_kernel", "merge_kernel")),
             (select_masses, ("pool_kernel", "masses_kernel")),
             (select_lists, ("teams_kernel", "digits_kernel", "counts_kernel", "offsets_kernel")),
@@ -151,6 +155,8 @@ CALLS = {
 }
 
 
+RUNS = (100, 200, 300, 400, 500, 512)  # as many dilations as there may be
+
 # What only the kernels for Hopper make something else of.
 HOPPER_CALLS = {
     "large tiles": {"head_dim": 128, "dtype": torch.bfloat16},
@@ -182,6 +188,8 @@ HOPPER_CALLS = {
     "fused, large tiles": {"head_dim": 128, "dtype": torch.float16, "deterministic": False},
     "fused, everything": {"head_dim": 128, "dtype": torch.bfloat16, "everything": True, "deterministic": False},
     "fused, dilated": {"head_dim": 128, "dtype": torch.bfloat16, "segments": (256, 512), "deterministic": False},
+    "runs": {"head_dim": 48, "dtype": torch.bfloat16, "segments": RUNS, "runs": True},
+    "runs, large heads": {"head_dim": 128, "dtype": torch.float16, "segments": RUNS, "runs": True},
 }
 
 
@@ -195,9 +203,10 @@ def every_bias(heads, seq, shared):
 def launches_of(
     capability, *, head_dim, dtype, head_dim_v=None, block=128, heads_kv=2, everything=False, masks=False, shaped=False,
     dropout_p=0.0, segments=None, bitmaps=False, biased=False, documents=False, deterministic=True, many=False,
+    runs=False,
 ):  # fmt: skip
     """What forward and backward of a call launch."""
-    seq, heads = 512, 4
+    seq, heads = 1536 if runs else 512, 4
     pattern = SlidingWindow(100, 0)
     extras = CallOptions(head_dim**-0.5)
     if documents:
@@ -222,8 +231,10 @@ def launches_of(
     if bitmaps:
         layout = BlockLayout.from_mask(torch.arange(seq * seq).view(seq, seq) % 7 < 4, block)
     if segments:
-        branches = Branches(segments, (1, 2))
+        branches = Branches(segments, (1, 2, 3, 4, 8, 9)[: len(segments)])
         layout = layout_of_branches(branches, seq, num_heads=heads, is_causal=True, block_size=block)
+        if not runs:
+            layout._derived.pop("whole")
     widths = head_dim, head_dim if head_dim_v is None else head_dim_v
     q, do = (torch.empty(1, seq, heads, width, dtype=dtype) for width in widths)
     k, v = (torch.empty(1, seq, heads_kv, width, dtype=dtype) for width in widths)

@@ -44,7 +44,7 @@ from .united import LARGE_BLOCK
 
 INTERPRETED = triton.knobs.runtime.interpret
 try:
-    from . import hopper_backward, hopper_common, hopper_dkv, hopper_forward
+    from . import hopper_backward, hopper_common, hopper_dkv, hopper_forward, runs
 except ImportError:  # Gluon is Triton's experiment: where it lacks what we use, the plain kernels run
     HAVE_GLUON = False
 else:
@@ -145,7 +145,8 @@ class Call:
         options: CallOptions,
     ) -> None:
         self.q, self.k, self.v = contiguous_rows(q), contiguous_rows(k), contiguous_rows(v)
-        self.layout, self.scale, self.deterministic = layout, options.scale, options.deterministic
+        self.layout, self.options, self.scale = layout, options, options.scale
+        self.deterministic = options.deterministic
         self.as_given = self.q is q and self.k is k and self.v is v  # no tensor had to be copied
         self.launches: list[launcher.Launched | None] = []
         self.batch, self.seq_q, self.heads, self.head_dim = q.shape
@@ -199,9 +200,17 @@ class Call:
         # Of the plain kernels alone.
         self.plain_flags = self.flags | {"BITMAPS": int(len(layout.bitmaps) > 0), "BIAS": self.bias.flags["BIAS"]}
 
+    @cached_property
+    def walks_runs(self) -> bool:
+        """Of dilated attention: runs of keys, not blocks."""
+        return not _no_runs(self.hopper, self.q, self.k, self.v, self.layout, self.options)
+
     def forward(self) -> tuple[Tensor, Tensor]:
         q, k, v, layout = self.q, self.k, self.v, self.layout
         out, lse = results(q, v)
+        if self.walks_runs:
+            runs.forward(self, out, lse)
+            return out, lse
         hashes = self.flags["DROPOUT"] and self.head_dim <= SMALL_HEAD
         own, block = layout.blocks
         if not hashes and self._on_hopper(forward_tiles(own), own, block, q, k, v, out, gathers=True):
@@ -236,21 +245,24 @@ class Call:
     ) -> tuple[Grads, Rows, list[Tensor]]:
         """dq, dk and dv, the numbers of rows that the kernels took, and the gradients of the bias that are wanted."""
         q, k, v, layout, given = self.q, self.k, self.v, self.layout, (do, dlse, out, lse)
-        do = contiguous_rows(do)
+        do = contiguous_rows(do) if not self.walks_runs or runs.reachable(do) else do.contiguous()
         out, lse = out.contiguous(), lse.contiguous()  # a ring gives parts of its own
         dlse = None if dlse is None else dlse.contiguous()
         self.as_given &= all(map(operator.is_, given, (do, dlse, out, lse)))
         on_hopper = self._on_hopper(HOPPER_BACKWARD, layout.block_k, layout.block_q, q, k, v, do)
-        fused = on_hopper and not wanted and not self.deterministic
+        fused = on_hopper and not (wanted or self.deterministic or self.walks_runs)
         (dq, dk, dv), of_rows = _gradients(q, k, v, layout, fused=fused)
         padded_q, tile = of_rows[0].shape[-1], min(64, layout.block_q)
         self._launch(
             rows_kernel, (padded_q // tile * self.batch * self.heads,),
             (out, do, lse if dlse is None else dlse, lse, *of_rows[1:3], of_rows[-1]),
-            (*do.stride()[:3], self.heads, self.seq_q, padded_q, layout.num_residues),
+            (*do.stride()[:3], self.heads, self.seq_q, padded_q, 1 if self.walks_runs else layout.num_residues),
             D=self.head_dim_v, PADDED_D=self.flags["PADDED_D_V"], TILE=tile, BASE_E=self.flags["BASE_E"],
             DLSE=dlse is not None, SUMS=sums_width(self.head_dim) if fused else 0,
         )  # fmt: skip
+        if self.walks_runs:
+            self._backward_over_runs(do, of_rows, dq, dk, dv)
+            return (dq, dk, dv), of_rows, []
         if fused:
             sums = of_rows[-1]
             self._hopper_backward(do, of_rows, sums, dk, dv, of_keys=True, fused=True)
@@ -276,6 +288,16 @@ class Call:
         else:
             self._plain_dq(do, of_rows, dq, of_bias)
         return (dq, dk, dv), of_rows, of_bias.results() if of_bias else []
+
+    def _backward_over_runs(self, do: Tensor, of_rows: Rows, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
+        if self.group == 1:
+            runs.backward(self, do, of_rows[1:], (dq, dk, dv))
+            return
+        of_heads = [x.new_empty(self.q.shape) for x in (dk, dv)]
+        runs.backward(self, do, of_rows[1:], (dq, *of_heads))
+        for x, each in zip((dk, dv), of_heads, strict=True):
+            torch.sum(each.unflatten(2, (self.heads_kv, self.group)), 3, out=x)
+        self.as_given = False  # sums are no launch of ours
 
     def _launch(self, *args: Any, **constants: Any) -> None:
         self.launches.append(launcher.launch(*args, **constants))
@@ -488,21 +510,36 @@ def kernels_of(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, options: Ca
     reasons["backward, dq"] = plain_reason(HOPPER_BACKWARD, own, block)
     if options.learned():
         reasons["backward, dq"] = reasons["backward, dq"] or "it sums the gradient of the bias"
+    no_runs = ""
+    if layout.dilated and hopper:
+        no_runs = _no_runs(hopper, q, k, v, layout, options)
+        if not no_runs:
+            return dict.fromkeys(reasons, "warp-specialised, for Hopper, over runs of rows")
+        no_runs = f"; {no_runs}"
     kinds = dict.fromkeys(reasons, "warp-specialised, for Hopper")
     if reasons["forward"] and not plain_reason(forward_tiles(LARGE_BLOCK), LARGE_BLOCK, block, gathers=True):
         reasons["forward"] = united.reason_not_to(layout, q.shape[0] * q.shape[2], q.shape[3])
         kinds["forward"] += ", over united rows of blocks, or plain Triton where these have little in common"
     if options.dropout_p > 0 and q.shape[3] <= SMALL_HEAD:
         reasons["forward"] = reasons["forward"] or "it is faster for dropout with small heads"
-    named = {part: f"plain Triton: {reason}" if reason else kinds[part] for part, reason in reasons.items()}
+    named = {part: (f"plain Triton: {why}" if why else kinds[part]) + no_runs for part, why in reasons.items()}
     if reasons["backward, dk and dv"] is None and not options.learned():
         if options.deterministic:
             named["backward, dk and dv"] += ": dq apart, for the same bits each time (deterministic=True)"
         else:
             del named["backward, dk and dv"], named["backward, dq"]
             fused = "one kernel, which adds up dq in any order (deterministic=False)"
-            named["backward"] = f"warp-specialised, for Hopper: {fused}"
+            named["backward"] = f"warp-specialised, for Hopper: {fused}{no_runs}"
     return named
+
+
+def _no_runs(hopper: bool, q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, options: CallOptions) -> str:
+    """Why not the kernels that walk runs of dilated attention."""
+    if not layout.dilated or not hopper:
+        return "runs are for dilated attention on a GPU of compute capability 9.0, in 16 bits"
+    own, block = layout.blocks
+    plain = _plain_reason(hopper, forward_tiles(own), layout, own, block, (q, k, v), True)
+    return runs.why_not((q, k, v), layout, options, plain is None)
 
 
 def _plain_reason(

@@ -422,12 +422,13 @@ class BlockLayout:
         return flattening.unflatten_all(cls, tensors, sizes)
 
     def to(self, device: torch.device | str) -> BlockLayout:
-        device = torch.device(device)
-        if device == self.device:
+        if (device := torch.device(device)) == self.device:
             return self
         by_query = BlockList(*(t.to(device) for t in self.by_query.tensors()))
         moved = {name: getattr(self, name).to(device) for name in ("rules", "documents", "branches", "bitmaps")}
-        return replace(self, by_query=by_query, **moved, checked=True)
+        made = replace(self, by_query=by_query, **moved, checked=True)
+        made._derived.update((name, each) for name, each in self._derived.items() if name == "whole")
+        return made
 
     def __getstate__(self) -> dict[str, object]:
         """Without what can be built again."""
