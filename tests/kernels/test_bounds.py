@@ -87,7 +87,8 @@ def test_ranges_that_move_back_are_read_by_query():
 OF_DOCUMENTS = {
     "one rule": (Documents((20, 30)) & SlidingWindow(None, 0), {}, BY_KEY.value),
     "several rules": (Documents((20, 30)) | SlidingWindow(3, 0), {}, 1),
-    "padding": (Documents((20, 30)), {"key_padding_mask": torch.zeros(1, 50, dtype=torch.bool)}, 1),
+    "documents of the call": (Documents((20, 30)), {"document_ids": torch.zeros(1, 50, dtype=torch.int64)}, 1),
+    "padding": (Documents((20, 30)), {"key_padding_mask": torch.zeros(1, 50, dtype=torch.bool)}, BY_KEY.value),
     "no documents": (SlidingWindow(3, 0), {}, 0),
 }
 
@@ -98,6 +99,6 @@ def test_which_documents_a_kernel_over_keys_reads(name):
     pattern, options, expected = OF_DOCUMENTS[name]
     layout, x = BlockLayout.from_pattern(pattern, 50, block_size=16), torch.zeros(1, 50, 1, 64)
     call = Call(x, x, x, layout, CallOptions(1.0, **options))
-    masks, flags = call._masks_by_key()
-    assert flags["DOCUMENTS"] == expected
-    assert masks[1] is (layout.seen_by if expected == BY_KEY.value else layout.documents)
+    documents, kind = call._documents_by_key()
+    assert kind == expected
+    assert documents is (layout.seen_by if expected == BY_KEY.value else layout.documents)

@@ -402,9 +402,7 @@ class Call:
             # A warpgroup gets 64 × 64 numbers of dq: half of them, or all.
             kind = hopper_dkv.HALVES.value if stream * box == 2 * 64 * 64 else hopper_dkv.OWN.value
         if of_keys:
-            documents = layout.documents
-            if self._has_runs_of_queries():
-                documents, flags["DOCUMENTS"] = layout.seen_by, BY_KEY.value
+            documents, flags["DOCUMENTS"] = self._documents_by_key()
             lists, lists_per_sample = self._by_key(documents), self.lists_per_sample
             num_blocks, walked = layout.num_k_blocks, layout.num_q_blocks
             tiles, heads = layout.block_k // 128, self.heads_kv
@@ -465,11 +463,14 @@ class Call:
         of_lists = [lists.indices, lists.rule_ids, lists.work, layout.rules, layout.documents, lists.branches]
         return [*of_lists, of_keys, *self.masks]
 
-    def _has_runs_of_queries(self) -> bool:
-        """Whether each key is seen by neighbouring queries, of documents too, so that their bounds say all."""
-        flags = self.flags
+    def _documents_by_key(self) -> tuple[Tensor, int]:
+        """What a kernel that owns keys reads of documents, and DOCUMENTS of it: where each key is seen by neighbouring
+        queries, these, so that no pair is looked at."""
+        flags, layout = self.flags, self.layout
         one_rule = flags["ONE_INTERVAL"] and not (flags["HAS_RULE_IDS"] or flags["DOCUMENT_IDS"])
-        return bool(one_rule and flags["DOCUMENTS"] and self.layout.seen_by.numel())
+        if not (one_rule and flags["DOCUMENTS"] and layout.seen_by.numel()):
+            return layout.documents, flags["DOCUMENTS"]
+        return layout.seen_by, BY_KEY.value
 
     def _by_key(self, documents: Tensor) -> list[Tensor]:
         """The same, with offsets and splits, where they own keys."""
