@@ -216,7 +216,7 @@ def bitmap_case(lists, blocks, **options):
 @pytest.mark.slow
 @pytest.mark.parametrize("heads_kv", [4, 1])
 def test_dilated_in_small_blocks(monkeypatch, heads_kv):
-    """As shards of a ring may need them: a usual tile would walk several blocks, each with a multiplicity of its own."""
+    """As shards of a ring may need them. A usual tile would walk several, each with a multiplicity of its own."""
     monkeypatch.setattr(branches, "cheapest_blocks", lambda *args, **options: (16, 1))
     clear_layout_cache()
     draw = torch.Generator().manual_seed(0)
