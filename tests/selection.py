@@ -4,6 +4,7 @@ import torch
 
 from dilated_attention_pytorch import SharedBudget, TopK
 from dilated_attention_pytorch.ops import select
+from dilated_attention_pytorch.ops.grids import listed
 
 
 def first_kept(selector, masses, grid):
@@ -30,7 +31,7 @@ def assert_first_kept(selector, masses, given, grid):
     batch, lists = masses.shape[:2]
     team = select._team(selector, grid, lists)
     got, work = select_lists.heaviest_blocks(given, *team)
-    want = select._listed(first_kept(selector, masses, grid), grid.last_full, batch * team.places)
+    want = listed(first_kept(selector, masses, grid), grid.last_full, batch * team.places)
     for ours, theirs in zip(got.tensors(), want.tensors(), strict=True):
         assert torch.equal(ours, theirs)
     assert torch.equal(work, want.work(batch * lists))

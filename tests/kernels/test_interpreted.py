@@ -66,8 +66,10 @@ def test_gathered_blocks(case):
 
 @pytest.mark.slow
 def test_cut_blocks(small_tiles):
-    @given(cases(most=60))
-    @settings(max_examples=20)
+    """The copy engine takes heads that need no filling up."""
+
+    @given(cases(most=60) | cases(most=60, head_dim=16))
+    @settings(max_examples=12)
     def check(case):
         assert_exact(case.to(torch.float32), "triton")
 
@@ -102,7 +104,7 @@ def test_dropout(small, request):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("softcap", [0.5, 30.0, 128.0, 129.0, 1e4, 1e7])
+@pytest.mark.parametrize("softcap", [0.5, 128.0, 129.0, 1e7])
 def test_caps_of_any_size_in_half_precision(softcap):
     """(No derived tolerance: eager PyTorch overflows in these.)"""
     case = make_case(softcap=softcap).to(torch.float16)
@@ -111,8 +113,7 @@ def test_caps_of_any_size_in_half_precision(softcap):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scale", [0.0, -0.2, 0.5])
-@pytest.mark.parametrize("head_dim", [3, 24, 64])
+@pytest.mark.parametrize(("head_dim", "scale"), [(3, 0.5), (24, 0.0), (24, -0.2), (64, 0.5)])
 def test_any_head_dim_and_scale(head_dim, scale):
     assert_exact(make_case(head_dim, scale=scale), "triton")
 
@@ -196,7 +197,7 @@ def test_dilated(small_tiles, monkeypatch):
     clear_layout_cache()
 
     @given(dilated_cases(most=60))
-    @settings(max_examples=25)
+    @settings(max_examples=12)
     def check(case):
         assert_exact(case.to(torch.float32), "triton")
 
@@ -257,8 +258,9 @@ KINDS_OF_BIAS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("small", [False, True])
-@pytest.mark.parametrize("name", KINDS_OF_BIAS)
+@pytest.mark.parametrize(
+    ("name", "small"), [*((name, i % 2 == 0) for i, name in enumerate(KINDS_OF_BIAS)), ("dense", True)]
+)
 def test_biases(name, small, request):
     """Each kind alone, with its gradient, and bitwise the same in a second run: tiles of several blocks, and of one."""
     if small:
