@@ -76,8 +76,12 @@ def results(attend, tensors, do, dlse, names, of_bias):
     return [out.detach(), finite.detach(), *torch.autograd.grad((out, finite), leaves, (do, dlse))]
 
 
-def over_ring(group, placement, names, kind, options):
+def over_ring(group, placement, names, kind, options, device="cpu"):
+    """What this rank has of the results; on a GPU in float32."""
     tensors, do, dlse, of_bias = drawn(names)
+    if device != "cpu":
+        tensors, of_bias = ([x.float().to(device) for x in each] for each in (tensors, of_bias))
+        do, dlse = do.float().to(device), dlse.float().to(device)
     own = partial(shard_sequence, placement=placement, group=group)
     of_bias = [own(x, dim=OWN[name]) if name in OWN else x for name, x in zip(names, of_bias, strict=True)]
     what, more = PATTERNS[kind], {"group": group, "placement": placement, **options}
@@ -88,7 +92,8 @@ def over_ring(group, placement, names, kind, options):
         return ring_block_sparse_attention(q, k, v, what, **more, **call)
 
     torch.manual_seed(3)
-    return results(attend, [own(x) for x in tensors], own(do), own(dlse, dim=2), names, of_bias)
+    found = results(attend, [own(x) for x in tensors], own(do), own(dlse, dim=2), names, of_bias)
+    return [x.double().cpu() for x in found]
 
 
 def in_one_process(names, kind, options):
@@ -106,7 +111,10 @@ def in_one_process(names, kind, options):
 
 def assert_same(ranks, size, placement, names, kind, **options):
     got = ranks.run(size, over_ring, placement, names, kind, options)
-    want = in_one_process(names, kind, options)
+    compare(got, in_one_process(names, kind, options), placement, names, 1e-10)
+
+
+def compare(got, want, placement, names, tolerance):
     labels = ("out", "lse", "dq", "dk", "dv", *names)
     for i, (label, right) in enumerate(zip(labels, want, strict=True)):
         dim = OWN.get(label, 2 if label == "lse" else 1)
@@ -116,7 +124,7 @@ def assert_same(ranks, size, placement, names, kind, **options):
             mine = torch.full_like(right, torch.nan)
             for rank, of_rank in enumerate(got):
                 mine.index_copy_(dim, placement.positions(rank), of_rank[i])
-        torch.testing.assert_close(mine, right, rtol=0, atol=1e-10, msg=lambda m: f"{label}: {m}")  # noqa: B023
+        torch.testing.assert_close(mine, right, rtol=0, atol=tolerance, msg=lambda m: f"{label}: {m}")  # noqa: B023
         assert float(right.abs().max()) > 1e-3, label
 
 

@@ -229,6 +229,7 @@ class Call:
         grid = (tiles * self.batch * (self.heads // owned["PACK"]),)
         if self._has_few_rows(own_rows, config.tile_q):
             config = FEW_ROWS.forward
+        config = self._block_by_block(config, tile_k=self.layout.block_k)
         tma, (keys, values) = self._walked(config.tile_k, self.layout.block_k, k, v)
         self._launch(
             forward_kernel, grid,
@@ -311,12 +312,19 @@ class Call:
         """Whether a tile has few rows because blocks are small."""
         return own_rows < 64 <= usual and self.q.dtype.itemsize == 2
 
+    def _block_by_block(self, config: Config, **walked: int) -> Config:
+        """Each block of dilated attention has a multiplicity of its own, so a tile walks no several at once."""
+        if not self.layout.dilated:
+            return config
+        return config._replace(**{name: min(getattr(config, name), block) for name, block in walked.items()})
+
     def _plain_dkv(self, do: Tensor, of_rows: Rows, dk: Tensor, dv: Tensor) -> None:
         q, k, v, layout = self.q, self.k, self.v, self.layout
         tile_k = min(self.configs.dkv.tile_k, layout.block_k)
         config = for_rows(self.configs.dkv, tile_k)
         if self.padded <= 64 and self._has_few_rows(tile_k, config.tile_k):
             config = FEW_ROWS.dkv
+        config = self._block_by_block(config, tile_q=layout.block_q)
         tma, (queries, grads) = self._walked(config.tile_q, layout.block_q, q, do)
         self._launch(
             dkv_kernel, (layout.num_k_blocks * (layout.block_k // tile_k) * self.batch * self.heads_kv,),
@@ -334,6 +342,7 @@ class Call:
         own_rows = owned["TILE_Q"] * owned["PACK"]
         if self.padded <= 64 and self._has_few_rows(own_rows, config.tile_q):
             config = FEW_ROWS.dq._replace(tile_k=own_rows)
+        config = self._block_by_block(config, tile_k=layout.block_k)
         tma, (keys, values) = self._walked(config.tile_k, layout.block_k, k, v)
         sums = NoSums(layout.bitmaps, self.batch, self.heads) if of_bias is None else of_bias
         for first_sample, samples, first_head, heads in sums.launches():
