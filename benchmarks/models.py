@@ -36,6 +36,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+import plots
 from dilated_attention_pytorch import GlobalTokens, LongNetConfig, LongNetLM, SlidingWindow
 from dilated_attention_pytorch.cli.utilization import flops_of_token, matmul_rate
 from dilated_attention_pytorch.integrations.huggingface import register
@@ -369,6 +370,7 @@ BENCHMARK = Benchmark(
     },
     devices=("cpu", "cuda"),
     options=options,
+    draw=plots.models,
 )
 
 

@@ -272,7 +272,7 @@ def test_every_script_has_the_same_options(script, harness, monkeypatch):
 
 
 def test_every_script_is_tried():
-    others = {"cases", "docs_tables", "gpu_kernels", "harness", "plots", "tables", "values"}
+    others = {"cases", "docs_tables", "gpu_kernels", "harness", "plain_model", "plots", "tables", "values"}
     assert {path.stem for path in BENCHMARKS.glob("*.py")} - others == set(SCRIPTS)
 
 
@@ -695,6 +695,10 @@ def test_quick_run_of_whole_models(harness, tmp_path, capsys):
     for name, kinds in (("prefill", 1), ("generation", 1), ("training", 1), ("decoder", 2), ("encoder", 2)):
         assert [set(row["seconds"]) for row in record[name]["rows"]] == [{"ours", "sdpa"}] * 2 * kinds
     assert all(0 < row["share_of_matmul_rate"] < 1 for row in record["longnet"]["rows"])
+    assert out.with_suffix(".png").stat().st_size > 10_000
+    for name in record:
+        assert f"models_cpu.{name}" in said.out
+    assert "| tokens | what     | ours, ms | sdpa, ms | × sdpa | peak, GiB | sdpa, GiB |" in said.out
     assert json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
     assert "a step: attention" in said.err
 
