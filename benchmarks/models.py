@@ -32,6 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import plots
 from dilated_attention_pytorch import GlobalTokens, SlidingWindow
 from dilated_attention_pytorch.integrations.huggingface import register
 from dilated_attention_pytorch.memory import measure_peak
@@ -300,6 +301,7 @@ BENCHMARK = Benchmark(
     },
     devices=("cpu", "cuda"),
     options=options,
+    draw=plots.models,
 )
 
 

@@ -274,7 +274,7 @@ def test_every_script_has_the_same_options(script, harness, monkeypatch):
 
 
 def test_every_script_is_tried():
-    others = {"cases", "docs_tables", "gpu_kernels", "harness", "plots", "profiles", "tables", "values"}
+    others = {"cases", "docs_tables", "gpu_kernels", "harness", "plain_model", "plots", "profiles", "tables", "values"}
     assert {path.stem for path in BENCHMARKS.glob("*.py")} - others == set(SCRIPTS)
 
 
@@ -696,6 +696,10 @@ def test_quick_run_of_whole_models(harness, tmp_path, capsys):
     assert list(record) == ["prefill", "generation", "training", "decoder", "encoder"]
     for name, kinds in (("prefill", 1), ("generation", 1), ("training", 1), ("decoder", 2), ("encoder", 2)):
         assert [set(row["seconds"]) for row in record[name]["rows"]] == [{"ours", "sdpa"}] * 2 * kinds
+    assert out.with_suffix(".png").stat().st_size > 10_000
+    for name in record:
+        assert f"models_cpu.{name}" in said.out
+    assert "| tokens | what     | ours, ms | sdpa, ms | × sdpa | peak, GiB | sdpa, GiB |" in said.out
     assert json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
     assert "a step: attention" in said.err
 

@@ -43,12 +43,13 @@ from dilated_attention_pytorch.kernels import (
     hopper_runs,
     hopper_runs_backward,
     launch,
+    layouts,
     padding,
     select_lists,
     select_masses,
     united,
 )
-from dilated_attention_pytorch.layout import layout_of_branches
+from dilated_attention_pytorch.layout import closed_form, layout_of_branches
 from dilated_attention_pytorch.layout.rows import rows_of_capacity
 from dilated_attention_pytorch.options import Bias, CallOptions
 from tests.kernels.sass import disassembled, instructions, unwritten
@@ -83,6 +84,7 @@ def recorded(capability):
             (hopper_runs, ("runs_forward_kernel",)),
             (hopper_runs_backward, ("runs_backward_kernel",)),
             (decode, ("decode_kernel", "merge_kernel")),
+            (layouts, ("stretches_kernel", "row_spans_kernel", "column_spans_kernel", "fill_kernel")),
             (select_masses, ("pool_kernel", "masses_kernel")),
             (select_lists, ("teams_kernel", "digits_kernel", "counts_kernel", "offsets_kernel")),
             (select_lists, ("lists_kernel", "order_kernel")),
@@ -292,6 +294,19 @@ def launches_of_selection(capability, *, head_dim, dtype, blocks, kind="", patch
     return launches
 
 
+LAYOUTS = {
+    "window": SlidingWindow(100, 0),
+    "rules of documents": (SlidingWindow(100, 0) | GlobalTokens(3)) & Documents((100, 412)),
+}
+
+
+def launches_of_layout(capability, pattern):
+    """What the lists of a pattern launch, by query and by key."""
+    with recorded(capability) as launches, patch.object(closed_form, "DEVICES", ("cpu",)):
+        _ = BlockLayout.from_pattern(pattern, 512, block_size=128).by_key
+    return launches
+
+
 def main():
     parser = argparse.ArgumentParser(prog="python -m tests.kernels.compiling")
     parser.add_argument("capability", type=lambda text: tuple(map(int, text.split("."))))
@@ -299,9 +314,13 @@ def main():
     parser.add_argument("--sass", type=Path, metavar="DIR", help="write the machine code of each kernel there")
     given = parser.parse_intermixed_args()
     calls = CALLS | HOPPER_CALLS if given.capability == (9, 0) else CALLS
-    for name in given.calls or [*calls, *SELECTIONS]:
-        launches = launches_of_selection if name in SELECTIONS else launches_of
-        for i, (kernel, args, kwargs) in enumerate(launches(given.capability, **(calls | SELECTIONS)[name])):
+    for name in given.calls or [*calls, *SELECTIONS, *LAYOUTS]:
+        if name in LAYOUTS:
+            launches = launches_of_layout(given.capability, LAYOUTS[name])
+        else:
+            of = launches_of_selection if name in SELECTIONS else launches_of
+            launches = of(given.capability, **(calls | SELECTIONS)[name])
+        for i, (kernel, args, kwargs) in enumerate(launches):
             compiled = compile_for(given.capability, kernel, args, kwargs)
             found = {"call": name, "kernel": kernel.__name__, "shared": compiled.metadata.shared}
             hopper = kernel.__module__.rpartition(".")[2].startswith("hopper")

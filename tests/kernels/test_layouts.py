@@ -74,7 +74,7 @@ def calls(draw, most):
 
 @pytest.mark.slow
 @given(calls(most=150))
-@settings(max_examples=60)
+@settings(max_examples=30)
 def test_generated(call):
     assert_same(*call)
 

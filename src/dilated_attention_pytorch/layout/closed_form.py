@@ -136,7 +136,7 @@ def most_blocks(of_heads: Sequence[Sequence[Term]], lengths: tuple[int, int], bl
 
 def _most_of(term: Term, lengths: tuple[int, int], blocks: tuple[int, int]) -> int:
     found = [_of_interval(term.interval, lengths, blocks)]
-    return min(found + [_of_range(rule, lengths, blocks) for rule in term.ranges])
+    return min(found + [_of_range(rule, lengths, blocks, term.interval.right) for rule in term.ranges])
 
 
 def _of_interval(interval: Interval, lengths: tuple[int, int], blocks: tuple[int, int]) -> int:
@@ -172,37 +172,43 @@ def _sum_up_to(stop: int, divisor: int) -> int:
 
 
 @singledispatch
-def _of_range(rule: RangePattern, lengths: tuple[int, int], blocks: tuple[int, int]) -> int:
+def _of_range(rule: RangePattern, lengths: tuple[int, int], blocks: tuple[int, int], right: int) -> int:
     return ceil_div(lengths[0], blocks[0]) * ceil_div(lengths[1], blocks[1])
 
 
 @_of_range.register
-def _(rule: Documents, lengths: tuple[int, int], blocks: tuple[int, int]) -> int:
+def _(rule: Documents, lengths: tuple[int, int], blocks: tuple[int, int], right: int) -> int:
     starts = rule.starts
-    return _of_stretches(starts, starts, starts[1:], lengths, blocks)
+    return _of_stretches(starts, starts, starts[1:], lengths, blocks, right <= 0)
 
 
 @_of_range.register
-def _(rule: KeyRanges, lengths: tuple[int, int], blocks: tuple[int, int]) -> int:
-    return _of_stretches((0, *accumulate(rule.lengths)), rule.starts, rule.stops, lengths, blocks)
+def _(rule: KeyRanges, lengths: tuple[int, int], blocks: tuple[int, int], right: int) -> int:
+    return _of_stretches((0, *accumulate(rule.lengths)), rule.starts, rule.stops, lengths, blocks, False)
 
 
 def _of_stretches(
-    edges: Sequence[int], starts: Sequence[int], stops: Sequence[int], lengths: tuple[int, int], blocks: tuple[int, int]
+    edges: Sequence[int],
+    starts: Sequence[int],
+    stops: Sequence[int],
+    lengths: tuple[int, int],
+    blocks: tuple[int, int],
+    causal: bool,
 ) -> int:
-    """The rows of each stretch times the columns that it sees."""
+    """The rows of each stretch times the columns that it sees; where it sees itself up to each query, about half."""
     (block_q, block_k), (seq_q, seq_k) = blocks, lengths
     behind, total = seq_k - seq_q, 0
     for (edge, end), start, stop in zip(pairwise(edges), starts, stops, strict=False):
         rows = (end - behind - 1) // block_q - max(edge - behind, 0) // block_q + 1
         columns = (min(stop, seq_k) - 1) // block_k - start // block_k + 1
         if rows > 0 and columns > 0:
-            total += rows * columns
+            half = rows * (rows + 1) * block_q // (2 * block_k) + 3 * rows
+            total += min(rows * columns, half) if causal else rows * columns
     return total
 
 
 @_of_range.register
-def _(rule: Chunks, lengths: tuple[int, int], blocks: tuple[int, int]) -> int:
+def _(rule: Chunks, lengths: tuple[int, int], blocks: tuple[int, int], right: int) -> int:
     rows, columns = ceil_div(lengths[0], blocks[0]), ceil_div(lengths[1], blocks[1])
     if rule.left is None:
         return rows * columns
@@ -211,13 +217,13 @@ def _(rule: Chunks, lengths: tuple[int, int], blocks: tuple[int, int]) -> int:
 
 
 @_of_range.register
-def _(rule: KeysBetween, lengths: tuple[int, int], blocks: tuple[int, int]) -> int:
+def _(rule: KeysBetween, lengths: tuple[int, int], blocks: tuple[int, int], right: int) -> int:
     columns = ceil_div(min(rule.stop, lengths[1]), blocks[1]) - min(rule.start, lengths[1]) // blocks[1]
     return ceil_div(lengths[0], blocks[0]) * max(0, columns)
 
 
 @_of_range.register
-def _(rule: QueriesBetween, lengths: tuple[int, int], blocks: tuple[int, int]) -> int:
+def _(rule: QueriesBetween, lengths: tuple[int, int], blocks: tuple[int, int], right: int) -> int:
     behind = lengths[1] - lengths[0]
     rows = ceil_div(min(rule.stop - behind, lengths[0]), blocks[0]) - max(0, rule.start - behind) // blocks[0]
     return max(0, rows) * ceil_div(lengths[1], blocks[1])
