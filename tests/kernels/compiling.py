@@ -40,6 +40,7 @@ from dilated_attention_pytorch.kernels import (
     decode,
     hopper_backward,
     hopper_forward,
+    hopper_select,
     launch,
     select_lists,
     select_masses,
@@ -76,6 +77,7 @@ def recorded(capability):
             (hopper_backward, ("backward_kernel",)),
             (decode, ("decode_kernel", "merge_kernel")),
             (select_masses, ("pool_kernel", "masses_kernel")),
+            (hopper_select, ("masses_kernel",)),
             (select_lists, ("teams_kernel", "digits_kernel", "counts_kernel", "offsets_kernel")),
             (select_lists, ("lists_kernel", "order_kernel")),
         )

@@ -21,14 +21,16 @@ from ..caches import register_container
 from ..patterns.blocks import ceil_div
 from .common import LOG2E, load_rows
 from .configs import padded_dim
-from .launch import contiguous_rows, num_processors, precision_of
+from .launch import HAVE_GLUON, _device, contiguous_rows, num_processors, precision_of
 from .launcher import MOST, Launched, launch, like, repeat
-from .select_lists import UNIT
+from .select_lists import UNIT, as_weights
+
+if HAVE_GLUON:
+    from . import hopper_common, hopper_select
 
 MAX_PARTS = 64  # rows of a block, which a tile must hold
 ROW_BYTES = 512  # of a row or column; with the tiles they must fit the shared memory of any GPU
 MAX_STRIDE = 1 << 20  # from token to token; those of a tile are 32-bit numbers
-FORCED = tl.constexpr(0xFFFF)
 POOLED_AT_ONCE = tl.constexpr(32)  # tokens
 WAVES = 2  # programs of `masses_kernel` for each processor,
 SCRATCH = 1 << 29  # and bytes that all of them may store
@@ -41,11 +43,15 @@ register_container(_noted, "kernels.select_masses._noted", "launches of `fused_m
 
 @triton.jit
 def pool(
-    x, out, unit, x_b, x_s, x_h, heads, seq, num_patches, scale,
+    x, out, unit, x_b, x_s, x_h, heads, seq, num_patches, num_places, scale,
     D: tl.constexpr, PADDED_D: tl.constexpr, PATCH: tl.constexpr, SPREAD: tl.constexpr, KIND: tl.constexpr,
-    QUERIES: tl.constexpr, WIDTH: tl.constexpr,
+    QUERIES: tl.constexpr, WIDTH: tl.constexpr, ORDER: tl.constexpr,
 ):  # fmt: skip
-    """Features of a few patches of one head, from their mean times `scale`. `SPREAD` lanes share a patch."""
+    """Features of a few patches of one head, from their mean times `scale`. `SPREAD` lanes share a patch.
+
+    Where ORDER patches make a block (else it is 0), they are stored as `hopper_select` takes them: a thread that holds
+    the places 8j + 2t and 8j + 2t + 1 of every tile of 128 then has all of a block, and of neighbouring ones.
+    """
     PATCHES: tl.constexpr = POOLED_AT_ONCE // SPREAD
     EXTREMES: tl.constexpr = KIND >= BOX and not QUERIES
     units = tl.cdiv(num_patches, PATCHES)
@@ -67,7 +73,13 @@ def pool(
     patch = first + tl.arange(0, PATCHES)
     num_valid = tl.maximum(tl.minimum(seq - patch * PATCH, PATCH), 1).to(tl.float32)[:, None]
     mean = tl.sum(tl.reshape(total, PATCHES, SPREAD, PADDED_D), 1) / num_valid * scale
-    at = ((sample * heads + head) * num_patches + patch)[:, None] * WIDTH + tl.arange(0, PADDED_D)
+    where = patch
+    if ORDER:
+        block, part = patch % 128 // ORDER, patch % ORDER
+        PER_THREAD: tl.constexpr = 32 // ORDER
+        where = patch // 128 * 128 + block % PER_THREAD * (4 * ORDER) + part // 2 * 8
+        where += block // PER_THREAD * 2 + part % 2
+    at = ((sample * heads + head) * num_places + where)[:, None] * WIDTH + tl.arange(0, PADDED_D)
     stored = (patch < num_patches)[:, None]
     one, two = mean, mean
     if EXTREMES:
@@ -95,24 +107,27 @@ def pool(
         tl.store(out + at + PADDED_D, two.to(out.dtype.element_ty), mask=stored)
 
 
-@triton.jit(do_not_specialize=["heads", "heads_kv", "seq_q", "seq_k", "num_rows", "num_columns", "units_q"])
+@triton.jit(
+    do_not_specialize=["heads", "heads_kv", "seq_q", "seq_k", "num_rows", "num_columns", "num_places", "units_q"]
+)
 def pool_kernel(
     q, k, rows, columns, q_b, q_s, q_h, k_b, k_s, k_h,
-    heads, heads_kv, seq_q, seq_k, num_rows, num_columns, units_q, scale,
+    heads, heads_kv, seq_q, seq_k, num_rows, num_columns, num_places, units_q, scale,
     D: tl.constexpr, PADDED_D: tl.constexpr, PATCH_Q: tl.constexpr, PATCH_K: tl.constexpr,
     SPREAD_Q: tl.constexpr, SPREAD_K: tl.constexpr, KIND: tl.constexpr, WIDTH_Q: tl.constexpr, WIDTH_K: tl.constexpr,
+    ORDER: tl.constexpr,
 ):  # fmt: skip
     """Rows from queries, times the scale, and columns from keys: [batch · heads, patches, PADDED_D or twice that]."""
     unit = tl.program_id(0)
     if unit < units_q:
         pool(
-            q, rows, unit, q_b, q_s, q_h, heads, seq_q, num_rows, scale,
-            D, PADDED_D, PATCH_Q, SPREAD_Q, KIND, True, WIDTH_Q,
+            q, rows, unit, q_b, q_s, q_h, heads, seq_q, num_rows, num_rows, scale,
+            D, PADDED_D, PATCH_Q, SPREAD_Q, KIND, True, WIDTH_Q, 0,
         )  # fmt: skip
     else:
         pool(
-            k, columns, unit - units_q, k_b, k_s, k_h, heads_kv, seq_k, num_columns, 1.0,
-            D, PADDED_D, PATCH_K, SPREAD_K, KIND, False, WIDTH_K,
+            k, columns, unit - units_q, k_b, k_s, k_h, heads_kv, seq_k, num_columns, num_places, 1.0,
+            D, PADDED_D, PATCH_K, SPREAD_K, KIND, False, WIDTH_K, ORDER,
         )  # fmt: skip
 
 
@@ -171,15 +186,6 @@ def columns_of_tile(BLOCKS: tl.constexpr, COLUMNS: tl.constexpr):
         block = place // (4 * COLUMNS) * 4 + within % 8 // 2
         place = block * COLUMNS + within // 8 * 2 + within % 2
     return place
-
-
-@triton.jit
-def as_weights(masses, forced):
-    """int16 that orders blocks as their masses do, to one in 2048, if read without a sign: 6 bits of the exponent and
-    10 of the mantissa. Masses below 2⁻⁶³ are 0, forced blocks have the largest."""
-    bits = tl.minimum(masses.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0x7F000000)
-    weight = tl.minimum(tl.maximum(((bits + 0x1000) >> 13) - 0x10000, 0), FORCED - 1)
-    return tl.where(forced, FORCED, weight).to(tl.int16)
 
 
 @triton.jit(
@@ -338,10 +344,17 @@ class Pooled(NamedTuple):
         width = padded_dim(head_dim) * (1 if self.kind == "mean" else 2)
         return _fits(width, dtype, blocks, self.patch)
 
+    def on_hopper(self, q: Tensor, blocks: tuple[int, int]) -> bool:
+        """Whether `hopper_select` takes it: whole tiles for warpgroups, and blocks that are a thread's own."""
+        of_q, of_k = blocks[0] // self.patch[0], blocks[1] // self.patch[1]
+        width = padded_dim(q.shape[3]) * (1 if self.kind == "mean" else 2)
+        on_device = _device(q.device, min(width, 256), q.dtype.itemsize)[1]
+        return on_device and width in (64, 128) and of_q >= 4 and 4 <= of_k <= 32
+
     def operands(self, q: Tensor, k: Tensor, blocks: tuple[int, int], scale: float) -> Operands:
         heads, heads_kv = q.shape[2], k.shape[2]
-        rows, columns, make = _pooling(q, k, blocks, self.patch, self.kind, scale)
-        (_, num_rows, width), (_, num_columns, _) = rows.shape, columns.shape
+        rows, columns, make = _pooling(q, k, blocks, self.patch, self.kind, scale, self.on_hopper(q, blocks))
+        (_, num_rows, _, width), (_, num_columns, _, _) = rows.shape, columns.shape
         of_rows = (heads * num_rows * width, num_rows * width, width, 0)
         of_columns = (heads_kv * num_columns * width, num_columns * width, width, 0)
         return Operands(
@@ -407,17 +420,20 @@ class Given(NamedTuple):
 
 
 def _pooling(
-    q: Tensor, k: Tensor, blocks: tuple[int, int], patch: tuple[int, int], kind: str, scale: float
+    q: Tensor, k: Tensor, blocks: tuple[int, int], patch: tuple[int, int], kind: str, scale: float, in_order: bool
 ) -> tuple[Tensor, Tensor, Callable[[], list[Launched | None]]]:
-    """Rows and columns, [batch · heads, patches, features], and what launches the kernel that makes them."""
+    """Rows and columns, [batch · heads, patches, 1, features], and what launches the kernel that makes them; columns in
+    whole tiles, `in_order`, for `hopper_select`.
+    """
     (batch, seq_q, heads, head_dim), (seq_k, heads_kv) = q.shape, k.shape[1:3]
     num_rows, num_columns = (
         ceil_div(seq, block) * (block // size) for seq, block, size in zip((seq_q, seq_k), blocks, patch, strict=True)
     )
     padded = padded_dim(head_dim)
     of_row, of_column = {"mean": (1, 1), "all": (1, 3)}.get(kind, (2, 2))
-    rows = q.new_empty(batch * heads, num_rows, of_row * padded)
-    columns = k.new_empty(batch * heads_kv, num_columns, of_column * padded)
+    num_places = ceil_div(num_columns, 128) * 128 if in_order else num_columns
+    rows = q.new_empty(batch * heads, num_rows, 1, of_row * padded)
+    columns = k.new_empty(batch * heads_kv, num_places, 1, of_column * padded)
     spread_q, spread_k = (min(max(size // 4, 1), POOLED_AT_ONCE.value) for size in patch)
     units_q = batch * heads * ceil_div(num_rows * spread_q, POOLED_AT_ONCE.value)
     units_k = batch * heads_kv * ceil_div(num_columns * spread_k, POOLED_AT_ONCE.value)
@@ -426,10 +442,11 @@ def _pooling(
         pooled = launch(
             pool_kernel, (units_q + units_k,), (q, k, rows, columns),
             (*q.stride()[:3], *k.stride()[:3],
-             heads, heads_kv, seq_q, seq_k, num_rows, num_columns, units_q, scale),
+             heads, heads_kv, seq_q, seq_k, num_rows, num_columns, num_places, units_q, scale),
             D=head_dim, PADDED_D=padded, PATCH_Q=patch[0], PATCH_K=patch[1],
             SPREAD_Q=spread_q, SPREAD_K=spread_k, KIND=KINDS[kind].value,
-            WIDTH_Q=rows.shape[2], WIDTH_K=columns.shape[2], num_warps=max(2, padded // 64),
+            WIDTH_Q=rows.shape[3], WIDTH_K=columns.shape[3],
+            ORDER=blocks[1] // patch[1] if in_order else 0, num_warps=max(2, padded // 64),
         )  # fmt: skip
         return [pooled]
 
@@ -442,13 +459,13 @@ def patches(
     """Mean queries times the scale, and mean, largest and smallest coordinates of keys, of patches: (batch, patches,
     heads, head_dim) each, in the dtype of q."""
     q, k = contiguous_rows(q), contiguous_rows(k)
-    rows, columns, make = _pooling(q, k, blocks, patch, "all", scale)
+    rows, columns, make = _pooling(q, k, blocks, patch, "all", scale, False)
     key = "patches", q.device, like(q), like(k), blocks, patch, scale
     repeat(_noted, key, [q, k, rows, columns], (), make)
     head_dim, padded = q.shape[3], padded_dim(q.shape[3])
-    found = columns.unflatten(0, (len(k), -1)).unflatten(-1, (3, padded))[..., :head_dim].transpose(1, 2)
+    found = columns.view(len(k), k.shape[2], -1, 3, padded)[..., :head_dim].transpose(1, 2)
     of_keys = found.unbind(-2)
-    return rows.unflatten(0, (len(q), -1)).transpose(1, 2)[..., :head_dim], of_keys[0], of_keys[1], of_keys[2]
+    return rows.view(len(q), q.shape[2], -1, padded).transpose(1, 2)[..., :head_dim], of_keys[0], of_keys[1], of_keys[2]
 
 
 class Operands(NamedTuple):
@@ -530,31 +547,43 @@ def fused_masses(
     by = features.operands(q, k, blocks, scale)
     rows, columns = by.rows, by.columns
     of_q, of_k = blocks[0] // rows.patch, blocks[1] // columns.patch
-    tile = _tile(by.width, q.dtype, of_q, of_k, by.parts)
+    on_hopper = isinstance(features, Pooled) and features.on_hopper(q, blocks)
+    tile = _Tile(128, 128, {}) if on_hopper else _tile(by.width, q.dtype, of_q, of_k, by.parts)
     of_tile = tile.columns // of_k
     tiles, tiles_k = ceil_div(num_q * of_q, tile.rows), ceil_div(num_k, of_tile)
     # Sums are added up over the rows of a block: each may be coarse, if the products are.
     kept = torch.float16 if of_q > 1 and q.dtype.itemsize == 2 else torch.float32
     bytes_each = tiles_k * of_tile * tile.rows * kept.itemsize
-    programs = min(batch * heads * tiles, WAVES * num_processors(q.device), max(1, SCRATCH // bytes_each))
-    made_as = torch.float32 if forced is None else torch.int16
-    unit = 1 if forced is None else UNIT
+    waves = 1 if on_hopper else WAVES
+    programs = min(batch * heads * tiles, waves * num_processors(q.device), max(1, SCRATCH // bytes_each))
+    made_as, unit = (torch.float32, 1) if forced is None else (torch.int16, UNIT)
     units = ceil_div(num_k, unit)
     made = torch.empty(batch, heads, num_q, units * unit, dtype=made_as, device=q.device)
     sums = torch.empty(programs, tile.rows, tiles_k * of_tile, dtype=kept, device=q.device)
     peaks = torch.empty(programs, tiles_k, tile.rows, dtype=torch.float32, device=q.device)
+    results = made, sums, peaks, sums if forced is None else forced
+    sizes = heads, heads // heads_kv, batch * heads, seq_q, seq_k, num_q, num_k
+    common = {"PATCH_Q": rows.patch, "PATCH_K": columns.patch, "COLUMNS": of_k, "CAUSAL": is_causal, "UNIT": unit}
+    common["WHOLE"] = forced is None
 
     def do() -> list[Launched | None]:
         pooled = by.make() if by.make else []
-        multiplied = launch(
-            masses_kernel, (programs,), (rows.x, columns.x, made, sums, peaks, sums if forced is None else forced),
-            (*rows.strides, *columns.strides, heads, heads // heads_kv, batch * heads, seq_q, seq_k, num_q, num_k,
-             rows.tokens, columns.tokens, tiles, tiles_k, units, by.scale * LOG2E.value),
-            D=by.width, PADDED_D=padded_dim(by.width), PARTS=by.parts, PATCH_Q=rows.patch, PATCH_K=columns.patch,
-            STEP_Q=rows.step, STEP_K=columns.step, FIRST_Q=rows.first, TURN=by.turn, ROWS=of_q, COLUMNS=of_k,
-            TILE_ROWS=tile.rows, TILE_COLUMNS=tile.columns, CAUSAL=is_causal, WHOLE=forced is None, UNIT=unit,
-            PRECISION=precision, **tile.options,
-        )  # fmt: skip
+        if on_hopper:
+            described = hopper_common.describe(rows.x, 64, 1), hopper_common.describe(columns.x, 128, 1)
+            multiplied = launch(
+                hopper_select.masses_kernel, (programs,), (*described, *results),
+                (*sizes, tiles, tiles_k, units, by.scale * LOG2E.value),
+                D=by.width, PER_BLOCK=of_q, STAGES=4, HEADROOM=HEADROOM.value, **common, num_warps=4, maxnreg=168,
+            )  # fmt: skip
+        else:
+            multiplied = launch(
+                masses_kernel, (programs,), (rows.x, columns.x, *results),
+                (*rows.strides, *columns.strides, *sizes, rows.tokens, columns.tokens, tiles, tiles_k, units,
+                 by.scale * LOG2E.value),
+                D=by.width, PADDED_D=padded_dim(by.width), PARTS=by.parts, STEP_Q=rows.step, STEP_K=columns.step,
+                FIRST_Q=rows.first, TURN=by.turn, ROWS=of_q, TILE_ROWS=tile.rows, TILE_COLUMNS=tile.columns,
+                PRECISION=precision, **common, **tile.options,
+            )  # fmt: skip
         return [*pooled, multiplied]
 
     precision = precision_of(q.dtype)
