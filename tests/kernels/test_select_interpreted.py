@@ -109,6 +109,28 @@ def test_a_scorer_of_ones_own():
         torch.testing.assert_close(got, want, rtol=0, atol=4e-6)
 
 
+@pytest.mark.parametrize("of_block", [4, 8, 16, 32])
+def test_columns_in_order(of_block):
+    """As `hopper_select` has them, which the interpreter does not run: the column in each place, and where the sums of
+    a thread's columns go."""
+    q, k = inputs(40, 700, batch=1, head_dim=16)
+    blocks, patch = (16, of_block * 2), (2, 2)
+    made = [select_masses._pooling(q, k, blocks, patch, "mean", 1.0, in_order) for in_order in (False, True)]
+    for _, _, make in made:
+        make()
+    (_, columns, _), (_, ordered, _) = made
+    place = torch.arange(ordered.shape[1])
+    within, per_thread = place % 128, 32 // of_block
+    block = within % 8 // 2 * per_thread + within // (4 * of_block)
+    column = place // 128 * 128 + block * of_block + within % (4 * of_block) // 8 * 2 + within % 2
+    there = column < columns.shape[1]
+    assert torch.equal(ordered[:, there], columns[:, column[there]])
+    terms = torch.rand(128)
+    found = terms.view(per_thread, of_block // 2, 4, 2).sum((1, 3)).T.flatten()  # a row: the thread's columns, and next
+    want = torch.zeros(128 // of_block).index_add(0, block[:128], terms)
+    torch.testing.assert_close(found, want)
+
+
 def test_weights_of_16_bits():
     """Weights order blocks as their masses do, to one in 2048, and forced ones are the heaviest."""
     q, k = inputs(200, dtype=torch.float16)

@@ -43,6 +43,7 @@ DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 RENAMED = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 load_block = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 store_block = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+all_wait = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # all threads of a group
 BYTES = gl.constexpr(2)  # of a number
 ROWS = gl.constexpr(64)  # of a warpgroup
 TILE = gl.constexpr(2 * ROWS.value)

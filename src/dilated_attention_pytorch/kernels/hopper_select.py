@@ -10,7 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
-from .hopper_common import BYTES, ROWS, TILE, Ring, aggregate, as_block, load_block, new_barriers
+from .hopper_common import BYTES, ROWS, TILE, Ring, aggregate, all_wait, as_block, load_block, new_barriers
 from .hopper_forward import max_of_rows
 from .select_lists import as_weights
 
@@ -226,7 +226,7 @@ def _finish(
     FLAT: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])
     WIDE: gl.constexpr = gl.BlockedLayout([1, 1, EACH], [1, 32, 1], [OVER_ROWS, 4 // OVER_ROWS, 1], [2, 1, 0])
     PAIRS: gl.constexpr = gl.SliceLayout(2, WIDE)
-    gl.thread_barrier()
+    all_wait()
     lane = gl.arange(0, ROWS, gl.SliceLayout(0, FLAT))
     row_lse = gl.expand_dims(gl.convert_layout(row_lse, gl.SliceLayout(0, FLAT)), 0)
     share = gl.expand_dims(gl.convert_layout(share, gl.SliceLayout(0, FLAT)), 0)
@@ -235,7 +235,7 @@ def _finish(
         at = kept.peaks + which * ROWS + gl.expand_dims(lane, 0)
         factor = gl.exp2(gl.load(at, mask=which < num, other=0.0) - row_lse) * share
         gl.store(at, factor, mask=which < num)
-    gl.thread_barrier()
+    all_wait()
     line = gl.expand_dims(gl.arange(0, QUERY_BLOCKS, gl.SliceLayout(1, PAIRS)), 1)
     first = gl.expand_dims(gl.arange(0, AT_ONCE, gl.SliceLayout(0, PAIRS)), 0) * EACH
     within = gl.expand_dims(gl.expand_dims(gl.arange(0, EACH, gl.SliceLayout(0, gl.SliceLayout(1, WIDE))), 0), 1)
@@ -259,7 +259,7 @@ def _finish(
             gl.store(at, as_weights(weights, is_forced), mask=there)
         else:
             gl.store(at, weights, mask=there)
-    gl.thread_barrier()  # before the next tile writes over the sums
+    all_wait()  # before the next tile writes over the sums
 
 
 @gluon.jit(
