@@ -10,11 +10,21 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
-from .hopper_common import BYTES, ROWS, TILE, Ring, aggregate, all_wait, as_block, load_block, new_barriers
+from .hopper_common import (
+    BYTES,
+    COMPUTE_REGS,
+    FETCH_REGS,
+    ROWS,
+    TILE,
+    Ring,
+    aggregate,
+    all_wait,
+    as_block,
+    load_block,
+    new_barriers,
+)
 from .hopper_forward import max_of_rows
 from .select_lists import as_weights
-
-REGS = gl.constexpr((240, 24))
 
 
 @aggregate
@@ -289,4 +299,4 @@ def masses_kernel(
         (_compute, (0, masses, results, queries, keys, work, sizes, PER_BLOCK, COLUMNS, UNIT, WHOLE, HEADROOM)),
         (_compute, (1, masses, results, queries, keys, work, sizes, PER_BLOCK, COLUMNS, UNIT, WHOLE, HEADROOM)),
         (_fetch, (rows, columns, queries, keys, work, D)),
-    ], [4, 1], REGS)  # fmt: skip
+    ], [4, 1], [COMPUTE_REGS, FETCH_REGS])  # fmt: skip
