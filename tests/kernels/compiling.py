@@ -42,6 +42,7 @@ from dilated_attention_pytorch.kernels import (
     hopper_forward,
     hopper_select,
     launch,
+    select_features,
     select_lists,
     select_masses,
 )
@@ -76,7 +77,8 @@ def recorded(capability):
             (hopper_forward, ("forward_kernel",)),
             (hopper_backward, ("backward_kernel",)),
             (decode, ("decode_kernel", "merge_kernel")),
-            (select_masses, ("pool_kernel", "masses_kernel")),
+            (select_features, ("pool_kernel",)),
+            (select_masses, ("masses_kernel",)),
             (hopper_select, ("masses_kernel",)),
             (select_lists, ("teams_kernel", "digits_kernel", "counts_kernel", "offsets_kernel")),
             (select_lists, ("lists_kernel", "order_kernel")),
@@ -235,8 +237,8 @@ SELECTIONS = {
 def launches_of_selection(capability, *, head_dim, dtype, blocks, kind="", patch=None, stride=0, sampled=0):
     """What choosing blocks launches; the lists are the same for all."""
     q, k = (torch.empty(1, 1000, heads, head_dim, dtype=dtype) for heads in (4, 2))
-    features = select_masses.Sampled(sampled) if sampled else select_masses.Antidiagonals(stride)
-    features = select_masses.Pooled(kind, patch) if kind else features
+    features = select_features.Sampled(sampled) if sampled else select_features.Antidiagonals(stride)
+    features = select_features.Pooled(kind, patch) if kind else features
     assert features.fits(head_dim, dtype, blocks)
     with recorded(capability) as launches:
         num_q, num_k = (-(-1000 // block) for block in blocks)

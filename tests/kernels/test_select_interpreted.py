@@ -31,7 +31,7 @@ pytest.importorskip("triton", reason="needs triton, which there is for Linux alo
 if torch.cuda.is_available():
     pytest.skip("needs a machine without a CUDA device: tests/gpu has the same there", allow_module_level=True)
 
-from dilated_attention_pytorch.kernels import select_lists, select_masses
+from dilated_attention_pytorch.kernels import select_features, select_lists, select_masses
 
 SELECTORS = [SharedBudget(0.3), TopK(0.3), TopK(0.3, even=True, across_heads=True)]
 FUSED = [
@@ -67,7 +67,7 @@ def inputs(seq_q, seq_k=None, dtype=torch.float32, batch=2, head_dim=24):
 
 
 def fused_masses(q, k, scorer, blocks, is_causal, forced=None):
-    features = select._features_of(select_masses, scorer, q, k, blocks, 0.3)
+    features = select._features_of(select_features, scorer, q, k, blocks, 0.3)
     return select_masses.fused_masses(q, k, blocks, features, is_causal=is_causal, scale=0.3, forced=forced)
 
 
@@ -115,7 +115,7 @@ def test_columns_in_order(of_block):
     a thread's columns go."""
     q, k = inputs(40, 700, batch=1, head_dim=16)
     blocks, patch = (16, of_block * 2), (2, 2)
-    made = [select_masses._pooling(q, k, blocks, patch, "mean", 1.0, in_order) for in_order in (False, True)]
+    made = [select_features._pooling(q, k, blocks, patch, "mean", 1.0, in_order) for in_order in (False, True)]
     for _, _, make in made:
         make()
     (_, columns, _), (_, ordered, _) = made
@@ -287,4 +287,4 @@ def test_who_traces_or_transforms_sees_the_operators(monkeypatch):
     torch.func.vmap(look)(q)
     with FakeTensorMode():
         look(torch.empty(1, 64, 2, 16))
-    assert seen == [(select_masses, select_lists), None, None]
+    assert seen == [(select_features, select_masses, select_lists), None, None]

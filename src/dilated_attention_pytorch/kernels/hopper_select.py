@@ -2,7 +2,7 @@
 
 One warp fetches rows and columns, two warpgroups take 64 rows each. In a warpgroup the products of a tile of columns
 are on the matrix units while those of the tile before are taken in: exponentials, and sums by block. `hopper_common`
-says how rings count. Columns come in the order of `select_masses.pool`, by which a thread has whole blocks, and
+says how rings count. Columns come in the order of `select_features.pool`, by which a thread has whole blocks, and
 neighbours at that.
 """
 
@@ -146,7 +146,7 @@ def _compute(
     BLOCKS: gl.constexpr = TILE // COLUMNS
     no_scores = gl.zeros([ROWS, TILE], gl.float32, SCORES)
     lane = gl.arange(0, ROWS, OF_ROWS)
-    # The column in each place of a tile: `select_masses.pool`.
+    # The column in each place of a tile: `select_features.pool`.
     place = gl.arange(0, TILE, gl.SliceLayout(0, SCORES))
     block = place % 8 // 2 * (BLOCKS // 4) + place // (4 * COLUMNS)
     column = block * COLUMNS + place % (4 * COLUMNS) // 8 * 2 + place % 2
