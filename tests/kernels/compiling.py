@@ -226,7 +226,6 @@ SELECTIONS = {
     "patches, single precision": {
         "head_dim": 128, "dtype": torch.float32, "blocks": (64, 16), "kind": "mean", "patch": (16, 16),
     },
-    "box": {"head_dim": 128, "dtype": torch.bfloat16, "blocks": (128, 128), "kind": "box", "patch": (128, 128)},
     "moments": {"head_dim": 64, "dtype": torch.bfloat16, "blocks": (16, 16), "kind": "moments", "patch": (1, 16)},
     "antidiagonals": {"head_dim": 128, "dtype": torch.bfloat16, "blocks": (64, 16), "stride": 8},
     "antidiagonals, single precision": {"head_dim": 128, "dtype": torch.float32, "blocks": (128, 128), "stride": 16},
@@ -243,7 +242,7 @@ def launches_of_selection(capability, *, head_dim, dtype, blocks, kind="", patch
     with recorded(capability) as launches:
         num_q, num_k = (-(-1000 // block) for block in blocks)
         forced = torch.empty(num_q, num_k, dtype=torch.uint8)
-        lists = (patch == (4, 4) and blocks == (64, 16)) or dtype == torch.float32
+        lists = patch == blocks or dtype == torch.float32
         call = {"forced": forced} if dtype != torch.float32 else {}
         masses = select_masses.fused_masses(q, k, blocks, features, is_causal=True, scale=1.0, **call)
         if lists and kind == "mean":

@@ -27,7 +27,10 @@ COVERING = {
              "biased, small blocks", "mean"),
 }  # fmt: skip
 # How many kernels each call launches: forward and rows, dq, dk and dv; decoding; pooling and masses; lists.
-LAUNCHES = {"everything": 6, "single precision": 6, "mean": 2 + 13, "biased, small blocks": 3 + 4}
+LAUNCHES = {
+    "everything": 6, "single precision": 6, "biased, small blocks": 3 + 4, "mean": 2 + 14,
+    "patches, single precision": 2 + 16, "antidiagonals": 1, "antidiagonals, single precision": 1, "sampled": 1,
+}  # fmt: skip
 
 
 def compiled_for(capability):
@@ -68,11 +71,12 @@ def test_compiles(capability):
     names = {kernel["kernel"] for kernel in kernels}
     assert names >= {"forward_kernel", "rows_kernel", "dkv_kernel", "dq_kernel", "decode_kernel", "merge_kernel"}
     assert names >= {"pool_kernel", "masses_kernel", "teams_kernel", "digits_kernel", "counts_kernel", "lists_kernel"}
+    assert "order_kernel" in names
     assert ("backward_kernel" in names) == (capability == "9.0")  # Hopper's own
     for kernel in kernels:
         assert kernel["shared"] <= KIB[capability] * 1024, kernel
         assert kernel.get("unwritten", []) == [], kernel
-    assert sum("unwritten" in kernel for kernel in kernels) == (28 if capability == "9.0" else 0)
+    assert sum("unwritten" in kernel for kernel in kernels) == (29 if capability == "9.0" else 0)
 
 
 LOOPS = """

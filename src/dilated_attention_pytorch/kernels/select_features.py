@@ -312,16 +312,18 @@ class Tile(NamedTuple):
     options: dict[str, int]
 
 
-def tile_of(width: int, dtype: torch.dtype, of_q: int, of_k: int, parts: int = 1) -> Tile:
-    """Few rows are spread over many small tiles; large tiles read the columns less often."""
-    wide = padded_dim(width) * dtype.itemsize > ROW_BYTES // 2
-    rows = max(of_q, min(32 * of_q, 64 if wide else 128))
-    columns = 128 if (rows == 128 and dtype.itemsize == 2) or of_k > 64 else 64
+def tile_of(width: int, dtype: torch.dtype, of_q: int, of_k: int, parts: int = 1, roomy: bool = False) -> Tile:
+    """Few rows are spread over many small tiles; large tiles read the columns less often. `roomy` where there is much
+    shared memory."""
+    wide, single = padded_dim(width) * dtype.itemsize > ROW_BYTES // 2, dtype == torch.float32
+    tight = not roomy and (of_k > 64 or parts > 1)
+    rows = max(of_q, min(32 * of_q, 64 if wide or tight else 128))
+    columns = 128 if (roomy and rows == 128 and not single) or of_k > 64 else 64
     if wide:
         columns = 64
     if parts > 1:
-        return Tile(rows, columns, {"num_warps": 8 if rows == 128 else 4, "num_stages": 3 - (dtype == torch.float32)})
+        stages = (3 if roomy else 2) - single  # products of which take more room
+        return Tile(rows, columns, {"num_warps": 8 if rows == 128 else 4, "num_stages": stages})
     options = {"num_warps": 8, "maxnreg": 128} if rows == 128 else {"num_warps": 4}
-    options["num_stages"] = 2 if wide or columns == 128 else 3
-    options["num_stages"] -= dtype == torch.float32  # whose products take more room
+    options["num_stages"] = (2 if wide or columns == 128 else 3) - single
     return Tile(rows, columns, options)

@@ -18,7 +18,7 @@ from ..caches import register_container
 from ..patterns.blocks import ceil_div
 from .common import LOG2E
 from .configs import padded_dim
-from .launch import HAVE_GLUON, contiguous_rows, num_processors, precision_of
+from .launch import HAVE_GLUON, contiguous_rows, has_room, num_processors, precision_of
 from .launcher import MOST, Launched, launch, like, repeat
 from .select_features import Features, Given, Pooled, Tile, tile_of
 from .select_lists import UNIT, as_weights
@@ -244,7 +244,7 @@ def fused_masses(
     rows, columns = by.rows, by.columns
     of_q, of_k = blocks[0] // rows.patch, blocks[1] // columns.patch
     on_hopper = isinstance(features, Pooled) and features.on_hopper(q, blocks)
-    tile = Tile(128, 128, {}) if on_hopper else tile_of(by.width, q.dtype, of_q, of_k, by.parts)
+    tile = Tile(128, 128, {}) if on_hopper else tile_of(by.width, q.dtype, of_q, of_k, by.parts, has_room(q.device))
     of_tile = tile.columns // of_k
     tiles, tiles_k = ceil_div(num_q * of_q, tile.rows), ceil_div(num_k, of_tile)
     # Sums are added up over the rows of a block: each may be coarse, if the products are.
