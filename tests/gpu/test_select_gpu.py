@@ -136,9 +136,9 @@ def far_from(got, want):
 
 
 def fused(q, k, scorer, blocks, is_causal, scale):
-    from dilated_attention_pytorch.kernels import select_masses
+    from dilated_attention_pytorch.kernels import select_features, select_masses
 
-    features = select._features_of(select_masses, scorer, q, k, blocks, scale)
+    features = select._features_of(select_features, scorer, q, k, blocks, scale)
     return select_masses.fused_masses(q, k, blocks, features, is_causal=is_causal, scale=scale)
 
 
@@ -212,10 +212,10 @@ def test_a_choice_by_kernels_is_as_good(scorer, selector, dtype, monkeypatch):
 
 
 def test_no_new_selection_kernel_for_a_new_length():
-    from dilated_attention_pytorch.kernels import select_lists, select_masses
+    from dilated_attention_pytorch.kernels import select_features, select_lists, select_masses
 
     compiled = [
-        select_masses.pool_kernel, select_masses.masses_kernel,
+        select_features.pool_kernel, select_masses.masses_kernel,
         select_lists.teams_kernel, select_lists.digits_kernel, select_lists.counts_kernel,
         select_lists.offsets_kernel, select_lists.lists_kernel, select_lists.order_kernel,
     ]  # fmt: skip

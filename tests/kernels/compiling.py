@@ -42,9 +42,11 @@ from dilated_attention_pytorch.kernels import (
     hopper_forward,
     hopper_runs,
     hopper_runs_backward,
+    hopper_select,
     launch,
     layouts,
     padding,
+    select_features,
     select_lists,
     select_masses,
     united,
@@ -85,7 +87,9 @@ def recorded(capability):
             (hopper_runs_backward, ("runs_backward_kernel",)),
             (decode, ("decode_kernel", "merge_kernel")),
             (layouts, ("stretches_kernel", "row_spans_kernel", "column_spans_kernel", "fill_kernel")),
-            (select_masses, ("pool_kernel", "masses_kernel")),
+            (select_features, ("pool_kernel",)),
+            (select_masses, ("masses_kernel",)),
+            (hopper_select, ("masses_kernel",)),
             (select_lists, ("teams_kernel", "digits_kernel", "counts_kernel", "offsets_kernel")),
             (select_lists, ("lists_kernel", "order_kernel")),
         )
@@ -267,7 +271,6 @@ SELECTIONS = {
     "patches, single precision": {
         "head_dim": 128, "dtype": torch.float32, "blocks": (64, 16), "kind": "mean", "patch": (16, 16),
     },
-    "box": {"head_dim": 128, "dtype": torch.bfloat16, "blocks": (128, 128), "kind": "box", "patch": (128, 128)},
     "moments": {"head_dim": 64, "dtype": torch.bfloat16, "blocks": (16, 16), "kind": "moments", "patch": (1, 16)},
     "antidiagonals": {"head_dim": 128, "dtype": torch.bfloat16, "blocks": (64, 16), "stride": 8},
     "antidiagonals, single precision": {"head_dim": 128, "dtype": torch.float32, "blocks": (128, 128), "stride": 16},
@@ -278,13 +281,13 @@ SELECTIONS = {
 def launches_of_selection(capability, *, head_dim, dtype, blocks, kind="", patch=None, stride=0, sampled=0):
     """What choosing blocks launches; the lists are the same for all."""
     q, k = (torch.empty(1, 1000, heads, head_dim, dtype=dtype) for heads in (4, 2))
-    features = select_masses.Sampled(sampled) if sampled else select_masses.Antidiagonals(stride)
-    features = select_masses.Pooled(kind, patch) if kind else features
+    features = select_features.Sampled(sampled) if sampled else select_features.Antidiagonals(stride)
+    features = select_features.Pooled(kind, patch) if kind else features
     assert features.fits(head_dim, dtype, blocks)
     with recorded(capability) as launches:
         num_q, num_k = (-(-1000 // block) for block in blocks)
         forced = torch.empty(num_q, num_k, dtype=torch.uint8)
-        lists = (patch == (4, 4) and blocks == (64, 16)) or dtype == torch.float32
+        lists = patch == blocks or dtype == torch.float32
         call = {"forced": forced} if dtype != torch.float32 else {}
         masses = select_masses.fused_masses(q, k, blocks, features, is_causal=True, scale=1.0, **call)
         if lists and kind == "mean":

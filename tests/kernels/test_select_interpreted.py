@@ -31,7 +31,7 @@ pytest.importorskip("triton", reason="needs triton, which there is for Linux alo
 if torch.cuda.is_available():
     pytest.skip("needs a machine without a CUDA device: tests/gpu has the same there", allow_module_level=True)
 
-from dilated_attention_pytorch.kernels import select_lists, select_masses
+from dilated_attention_pytorch.kernels import select_features, select_lists, select_masses
 
 SELECTORS = [SharedBudget(0.3), TopK(0.3), TopK(0.3, even=True, across_heads=True)]
 FUSED = [
@@ -67,7 +67,7 @@ def inputs(seq_q, seq_k=None, dtype=torch.float32, batch=2, head_dim=24):
 
 
 def fused_masses(q, k, scorer, blocks, is_causal, forced=None):
-    features = select._features_of(select_masses, scorer, q, k, blocks, 0.3)
+    features = select._features_of(select_features, scorer, q, k, blocks, 0.3)
     return select_masses.fused_masses(q, k, blocks, features, is_causal=is_causal, scale=0.3, forced=forced)
 
 
@@ -107,6 +107,28 @@ def test_a_scorer_of_ones_own():
         got = fused_masses(q, k, scorer, (64, 16), True)
         want = estimated_masses(q, k, scorer, (64, 16), is_causal=True, scale=0.3)
         torch.testing.assert_close(got, want, rtol=0, atol=4e-6)
+
+
+@pytest.mark.parametrize("of_block", [4, 8, 16, 32])
+def test_columns_in_order(of_block):
+    """As `hopper_select` has them, which the interpreter does not run: the column in each place, and where the sums of
+    a thread's columns go."""
+    q, k = inputs(40, 700, batch=1, head_dim=16)
+    blocks, patch = (16, of_block * 2), (2, 2)
+    made = [select_features._pooling(q, k, blocks, patch, "mean", 1.0, in_order) for in_order in (False, True)]
+    for _, _, make in made:
+        make()
+    (_, columns, _), (_, ordered, _) = made
+    place = torch.arange(ordered.shape[1])
+    within, per_thread = place % 128, 32 // of_block
+    block = within % 8 // 2 * per_thread + within // (4 * of_block)
+    column = place // 128 * 128 + block * of_block + within % (4 * of_block) // 8 * 2 + within % 2
+    there = column < columns.shape[1]
+    assert torch.equal(ordered[:, there], columns[:, column[there]])
+    terms = torch.rand(128)
+    found = terms.view(per_thread, of_block // 2, 4, 2).sum((1, 3)).T.flatten()  # a row: the thread's columns, and next
+    want = torch.zeros(128 // of_block).index_add(0, block[:128], terms)
+    torch.testing.assert_close(found, want)
 
 
 def test_weights_of_16_bits():
@@ -265,4 +287,4 @@ def test_who_traces_or_transforms_sees_the_operators(monkeypatch):
     torch.func.vmap(look)(q)
     with FakeTensorMode():
         look(torch.empty(1, 64, 2, 16))
-    assert seen == [(select_masses, select_lists), None, None]
+    assert seen == [(select_features, select_masses, select_lists), None, None]

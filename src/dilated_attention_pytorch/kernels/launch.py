@@ -647,6 +647,11 @@ def _device(device: torch.device, padded: int, itemsize: int) -> tuple[bool, boo
     return capability >= (9, 0), hopper, configs(capability, padded, itemsize)
 
 
+def has_room(device: torch.device) -> bool:
+    """Whether its multiprocessors have more than 99 KiB of shared memory."""
+    return _capability(device) in ((8, 0), (9, 0), (10, 0))
+
+
 def _capability(device: torch.device) -> tuple[int, int]:
     """The interpreter takes the newest kind: it knows all that a kernel may use."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)

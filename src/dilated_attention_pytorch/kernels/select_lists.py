@@ -11,7 +11,7 @@ No block is sorted. A block's weight is an int32 that orders blocks as their mas
 a budget keeps is found by counting, a bit at a time for a team and eight for a sample. Of equally heavy blocks the
 first are kept, so a budget is met exactly and all sizes are known on the host. A row sees its first `ends` blocks.
 
-Masses are float32, or weights of 16 bits already (`select_masses.as_weights`): then there is half as much to count.
+Masses are float32, or weights of 16 bits already (`as_weights`): then there is half as much to count.
 """
 
 from __future__ import annotations
@@ -34,7 +34,17 @@ GROUP = 8  # rows that it takes together where the budget is a sample's
 BINS = tl.constexpr(256)
 DIGITS = tl.constexpr(4)
 FORCED = tl.constexpr(0x7FFFFFFE)
+HEAVIEST = tl.constexpr(0xFFFF)  # the same of 16 bits
 TOP = {2: 0x10000, DIGITS.value: 0x7FFFFFFF}  # above all weights of so many digits
+
+
+@triton.jit
+def as_weights(masses, forced):
+    """int16 that orders blocks as their masses do, to one in 2048, if read without a sign: 6 bits of the exponent and
+    10 of the mantissa. Masses below 2⁻⁶³ are 0, forced blocks have the largest."""
+    bits = tl.minimum(masses.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0x7F000000)
+    weight = tl.minimum(tl.maximum(((bits + 0x1000) >> 13) - 0x10000, 0), HEAVIEST - 1)
+    return tl.where(forced, HEAVIEST, weight).to(tl.int16)
 
 
 @triton.jit

@@ -199,7 +199,7 @@ def _choose(
     masked = key_padding_mask is not None or document_ids is not None
     kernels = None if masked else _kernels(q)
     listed_by_kernel = kernels is not None and type(selector) in (TopK, SharedBudget)
-    fused = kernels and _features_of(kernels.masses, scorer, q, k, blocks, scale)
+    fused = kernels and _features_of(kernels.features, scorer, q, k, blocks, scale)
     grid = grid_of(lengths, blocks, is_causal, how.sink, how.local, q.device)
     if kernels and fused:
         # Weights of 16 bits where products are no finer, and lists are all that comes of them.
@@ -327,8 +327,9 @@ def _places(selector: Selector, grid: Grid, lists: int) -> int:
 
 
 class _Kernels(NamedTuple):
-    """`kernels.select_masses` and `kernels.select_lists`."""
+    """`kernels.select_features`, `select_masses` and `select_lists`."""
 
+    features: ModuleType
     masses: ModuleType
     lists: ModuleType
 
@@ -337,9 +338,9 @@ def _kernels(q: Tensor) -> _Kernels | None:
     """Those for a CUDA device and dtype that has them; calls that are traced or transformed use the operators."""
     if not is_plain_eager(q) or not _has_kernels(q.device, q.dtype, q.shape[3]):
         return None
-    from ..kernels import select_lists, select_masses  # loads triton
+    from ..kernels import select_features, select_lists, select_masses  # loads triton
 
-    return _Kernels(select_masses, select_lists)
+    return _Kernels(select_features, select_masses, select_lists)
 
 
 @cached(128, "whether a device has kernels for selecting blocks")
