@@ -336,9 +336,9 @@ def ring_model(section: Section) -> Table:
 
 
 def adaptive_selection(section: Section) -> Table:
-    head = ["scorer", "spread", "block", "select, ms", "its kernels, ms", "attend, ms", "select ÷ attend"]
+    head = ["tokens", "scorer", "spread", "block", "select, ms", "its kernels, ms", "attend, ms", "select ÷ attend"]
     rows = [
-        [row["scorer"], row["spread"], "{} × {}".format(*row["block"]),
+        [f"{row['tokens']:,}", row["scorer"], row["spread"], "{} × {}".format(*row["block"]),
          *(fixed(row[key]) for key in ("select_ms", "select_device_ms", "attend_ms")), percent(row["ratio"], 1)]
         for row in section["rows"]
     ]  # fmt: skip
@@ -346,9 +346,10 @@ def adaptive_selection(section: Section) -> Table:
 
 
 def adaptive_adaptive(section: Section) -> Table:
-    head = ["131,072 tokens, causal", "adaptive, ms", "dense cuDNN, ms", "×", "of it selecting"]
+    head = ["causal", "tokens", "scorer", "block", "adaptive, ms", "dense cuDNN, ms", "×", "of it selecting"]
     rows = [
-        [row["way"], fixed(row["ours_ms"], 1), fixed(row["cudnn_ms"], 0), fixed(row["speedup"], 1),
+        [row["way"], f"{row['tokens']:,}", row.get("scorer", "mean"), "{} × {}".format(*row.get("block", (128, 128))),
+         fixed(row["ours_ms"], 1), fixed(row["cudnn_ms"], 0), fixed(row["speedup"], 1),
          percent(row["selection_share"], 1)]
         for row in section["rows"]
     ]  # fmt: skip
@@ -423,6 +424,43 @@ def neighborhoods_video(section: Section) -> Table:
     return head, rows
 
 
+# --- longnet ---------------------------------------------------------------------------------------------------------
+
+
+def longnet(section: Section) -> Table:
+    head = ["branches", "tokens", "a step, s", "tokens/s", "of the matmul rate", "attention's share", "peak, GB"]
+    rows = [
+        [row["branches"] + (", layers compiled" if row["compiled"] else ""), f"{row['tokens']:,}",
+         fixed(row["seconds"], 3), f"{row['tokens_per_second']:,.0f}", percent(row["share"]),
+         percent(row["attention_flops"] / (row["attention_flops"] + row["matrix_flops"])),
+         fixed(row["peak_bytes"] / 1e9, 1)]
+        for row in section["rows"]
+    ]  # fmt: skip
+    return head, rows
+
+
+# --- models -----------------------------------------------------------------------------------------------------------
+
+
+def models(section: Section) -> Table:
+    """Of whole models; × is how many times faster ours is."""
+    rows = section["rows"]
+    names, kinds = list(dict.fromkeys(name for row in rows for name in row["seconds"])), any("kind" in r for r in rows)
+    rivals = [name for name in names if name != "ours"]
+    head = ["tokens", *(["what"] if kinds else []), *(f"{name}, ms" for name in names), *(f"× {n}" for n in rivals)]
+    head += ["peak, GiB", *(f"{name}, GiB" for name in rivals)]
+    found = []
+    for row in rows:
+        faster, peaks = row["times_faster"], row["peak_bytes"]
+        found.append([
+            f"{row['tokens']:,}", *([row["kind"]] if kinds else []),
+            *(fixed(None if name not in row["seconds"] else 1e3 * row["seconds"][name], 1) for name in names),
+            *(fixed(faster.get(name)) for name in rivals),
+            *(fixed(None if name not in peaks else peaks[name] / 2**30, 1) for name in ("ours", *rivals)),
+        ])  # fmt: skip
+    return head, found
+
+
 TABLES: dict[str, Callable[[Section], Table]] = {
     "bitmaps_cpu.stored": bitmaps_stored,
     "bitmaps_cpu.speed": bitmaps_speed,
@@ -453,6 +491,7 @@ TABLES: dict[str, Callable[[Section], Table]] = {
             "plan": memory_plan, "pool": memory_pool, "buffers": memory_buffers, "seeds": memory_seeds,
         }.items()
     },
+    **{f"longnet_{device}.{section}": longnet for device in ("cpu", "cuda") for section in ("step", "compiled")},
     **{
         f"neighborhoods_{device}.{section}": table
         for device in ("cpu", "cuda")
@@ -467,5 +506,10 @@ TABLES: dict[str, Callable[[Section], Table]] = {
     "adaptive_quality.dense": adaptive_tasks,
     "adaptive_quality.answers": adaptive_tasks,
     "recall.recall": recall,
+    **{
+        f"models_{device}.{section}": models
+        for device in ("cpu", "cuda")
+        for section in ("prefill", "generation", "training", "decoder", "encoder", "longnet")
+    },
     "python_text.text": python_text,
 }  # fmt: skip

@@ -197,21 +197,28 @@ def decoding(records: Records, device: str, tokens: str, share: str, batch: str,
     return fixed(scaled[key] if key in scaled else 1e6 * row["seconds"][key], int(digits))
 
 
+def _choices(records: Records, tokens: int = 65536) -> list[dict[str, Any]]:
+    """The rows of one length."""
+    return [row for row in records.rows("adaptive_gpu", "selection") if row["tokens"] == tokens]
+
+
 def selection(records: Records, key: str, digits: str) -> str:
-    return span((row[key] for row in records.rows("adaptive_gpu", "selection")), int(digits))
+    return span((row[key] for row in _choices(records)), int(digits))
 
 
 def selection_shares(records: Records, digits: str = "0") -> str:
-    return span((100 * row["ratio"] for row in records.rows("adaptive_gpu", "selection")), int(digits)) + " %"
+    return span((100 * row["ratio"] for row in _choices(records)), int(digits)) + " %"
 
 
 def selection_share(records: Records, scorer: str, spread: str, block: str, digits: str = "1") -> str:
-    rows = records.rows("adaptive_gpu", "selection")
+    rows = _choices(records)
     return percent(only(rows, scorer=scorer, spread=spread, block=[*map(int, block.split("x"))])["ratio"], int(digits))
 
 
 def adaptive_speedup(records: Records, way: str) -> str:
-    return fixed(only(records.rows("adaptive_gpu", "adaptive"), way=way)["speedup"], 1)
+    rows = records.rows("adaptive_gpu", "adaptive")
+    of_means = [row for row in rows if row["tokens"] == 131072 and row.get("scorer", "mean") == "mean"]
+    return fixed(only(of_means, way=way)["speedup"], 1)
 
 
 def seed_peaks(records: Records, device: str, key: str) -> str:

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from dilated_attention_pytorch import (
+    Antidiagonal,
     BlockGate,
     BlockSparseAdaptive,
     CumulativeMass,
@@ -34,6 +35,7 @@ SELECTORS = [
 BLOCKS = [16, (64, 16), 128]
 
 
+SERVED = [scorer for name, scorer in SCORERS.items() if name != "exact"]  # at most 64 rows a block
 FUSED = SELECTORS[:3]  # budgets that are known beforehand
 
 
@@ -133,33 +135,34 @@ def far_from(got, want):
     return (got.double() - want).abs().max().item()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("patch", [(None, None), (4, 4), (16, 16)], ids=str)
-@pytest.mark.parametrize("blocks", [(128, 128), (64, 64), (64, 16), (128, 32), (16, 256)], ids=str)
-def test_masses_by_kernels(blocks, patch, dtype):
-    """About as far from the truth as the operators in the same dtype, whatever the lengths and head dimension."""
-    from dilated_attention_pytorch.kernels import select_masses
+def fused(q, k, scorer, blocks, is_causal, scale):
+    from dilated_attention_pytorch.kernels import select_features, select_masses
 
-    size = tuple(n or block for n, block in zip(patch, blocks, strict=True))
+    features = select._features_of(select_features, scorer, q, k, blocks, scale)
+    return select_masses.fused_masses(q, k, blocks, features, is_causal=is_causal, scale=scale)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("scorer", [*SERVED, MeanPooled(16, 16)], ids=str)
+@pytest.mark.parametrize("blocks", [(128, 128), (64, 16), (16, 16)], ids=str)
+def test_masses_by_kernels(blocks, scorer, dtype):
+    """About as far from the truth as the operators in the same dtype, whatever the lengths and head dimension."""
     cases = [(1, 1, 64), (100, 100, 80), (129, 1000, 128), (1000, 300, 128), (4096, 4096, 128), (1500, 1500, 24)]
     for seq_q, seq_k, head_dim in cases:
         for is_causal in (False, True):
             q, k = normal(2, seq_q, 4, head_dim, dtype=dtype), normal(2, seq_k, 2, head_dim, dtype=dtype)
-            assert select_masses.can_pool(head_dim, dtype, blocks, size)
-            got = select_masses.pooled_masses(q, k, blocks, size, is_causal=is_causal, scale=0.5)
-            call = {"scorer": MeanPooled(*patch), "blocks": blocks, "is_causal": is_causal, "scale": 0.5}
+            got = fused(q, k, scorer, blocks, is_causal, 0.5)
+            call = {"scorer": scorer, "blocks": blocks, "is_causal": is_causal, "scale": 0.5}
             want = estimated_masses(q.double(), k.double(), **call)
             assert far_from(got, want) <= 2 * far_from(estimated_masses(q, k, **call), want) + 5e-6
 
 
 @pytest.mark.parametrize("head_dim", [128, 256])
 def test_masses_at_65536_tokens(head_dim):
-    from dilated_attention_pytorch.kernels import select_masses
-
     q, k = normal(1, 65536, 4, head_dim, dtype=torch.bfloat16), normal(1, 65536, 2, head_dim, dtype=torch.bfloat16)
-    for size in ((128, 128), (16, 16), (4, 4)):
-        got = select_masses.pooled_masses(q, k, (128, 128), size, is_causal=True, scale=1.0)
-        call = {"scorer": MeanPooled(*size), "blocks": (128, 128), "is_causal": True, "scale": 1.0}
+    for scorer in (MeanPooled(), MeanPooled(16, 16), MeanPooled(4, 4), Antidiagonal(8)):
+        got = fused(q, k, scorer, (128, 128), True, 1.0)
+        call = {"scorer": scorer, "blocks": (128, 128), "is_causal": True, "scale": 1.0}
         want = estimated_masses(q.float(), k.float(), **call).double()
         assert far_from(got, want) <= 2 * far_from(estimated_masses(q, k, **call), want) + 5e-6
         seen = torch.ones_like(want[0, 0]).tril().bool()
@@ -186,7 +189,7 @@ def test_lists_by_kernels(selector, kind):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("selector", FUSED, ids=repr)
-@pytest.mark.parametrize("scorer", ["mean", "patches", MeanPooled(16, 16)], ids=str)
+@pytest.mark.parametrize("scorer", ["mean", "patches", "minmax", "antidiagonal", MeanPooled(16, 16)], ids=str)
 def test_a_choice_by_kernels_is_as_good(scorer, selector, dtype, monkeypatch):
     """As many blocks as by the operators, of the same mass; and each sample as if it were alone."""
     for seq, block_size, per_kv_head in [(700, (64, 16), False), (5000, (128, 32), True), (4096, 64, False)]:
@@ -209,17 +212,17 @@ def test_a_choice_by_kernels_is_as_good(scorer, selector, dtype, monkeypatch):
 
 
 def test_no_new_selection_kernel_for_a_new_length():
-    from dilated_attention_pytorch.kernels import select_lists, select_masses
+    from dilated_attention_pytorch.kernels import select_features, select_lists, select_masses
 
     compiled = [
-        select_masses.pool_kernel, select_masses.masses_kernel,
+        select_features.pool_kernel, select_masses.masses_kernel,
         select_lists.teams_kernel, select_lists.digits_kernel, select_lists.counts_kernel,
-        select_lists.offsets_kernel, select_lists.lists_kernel,
+        select_lists.offsets_kernel, select_lists.lists_kernel, select_lists.order_kernel,
     ]  # fmt: skip
 
     def choose(seq, batch):
         for selector in FUSED:
-            for scorer in ("mean", "patches"):
+            for scorer in ("mean", "patches", "antidiagonal"):
                 q, k = (normal(batch, seq, heads, 64, dtype=torch.bfloat16) for heads in (4, 2))
                 select_blocks(q, k, scorer=scorer, selector=selector, block_size=64, is_causal=True)
 

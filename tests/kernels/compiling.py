@@ -40,13 +40,18 @@ from dilated_attention_pytorch.kernels import (
     decode,
     hopper_backward,
     hopper_forward,
+    hopper_runs,
+    hopper_runs_backward,
+    hopper_select,
     launch,
+    layouts,
     padding,
+    select_features,
     select_lists,
     select_masses,
     united,
 )
-from dilated_attention_pytorch.layout import layout_of_branches
+from dilated_attention_pytorch.layout import closed_form, layout_of_branches
 from dilated_attention_pytorch.layout.rows import rows_of_capacity
 from dilated_attention_pytorch.options import Bias, CallOptions
 from tests.kernels.sass import disassembled, instructions, unwritten
@@ -78,9 +83,15 @@ def recorded(capability):
             (hopper_backward, ("backward_kernel",)),
             (padding, ("key_bits_kernel", "padded_lists_kernel")),
             (united, ("mark_kernel", "unite_kernel")),
+            (hopper_runs, ("runs_forward_kernel",)),
+            (hopper_runs_backward, ("runs_backward_kernel",)),
             (decode, ("decode_kernel", "merge_kernel")),
-            (select_masses, ("pool_kernel", "masses_kernel")),
-            (select_lists, ("teams_kernel", "digits_kernel", "counts_kernel", "offsets_kernel", "lists_kernel")),
+            (layouts, ("stretches_kernel", "row_spans_kernel", "column_spans_kernel", "fill_kernel")),
+            (select_features, ("pool_kernel",)),
+            (select_masses, ("masses_kernel",)),
+            (hopper_select, ("masses_kernel",)),
+            (select_lists, ("teams_kernel", "digits_kernel", "counts_kernel", "offsets_kernel")),
+            (select_lists, ("lists_kernel", "order_kernel")),
         )
         for name in names
     ]
@@ -150,6 +161,8 @@ CALLS = {
 }
 
 
+RUNS = (100, 200, 300, 400, 500, 512)  # as many dilations as there may be
+
 # What only the kernels for Hopper make something else of.
 HOPPER_CALLS = {
     "large tiles": {"head_dim": 128, "dtype": torch.bfloat16},
@@ -170,6 +183,7 @@ HOPPER_CALLS = {
     "united rows, shaped": {"head_dim": 64, "dtype": torch.bfloat16, "block": (32, 64), "shaped": True, "many": True},
     "bitmaps of their own": {"head_dim": 64, "dtype": torch.bfloat16, "block": 64, "bitmaps": True},
     "masks": {"head_dim": 64, "dtype": torch.bfloat16, "masks": True},
+    "documents": {"head_dim": 128, "dtype": torch.bfloat16, "documents": True},
     "shaped": {"head_dim": 64, "dtype": torch.bfloat16, "shaped": True},
     "dropped": {"head_dim": 64, "dtype": torch.bfloat16, "shaped": True, "dropout_p": 0.6},
     "dropped, large tiles": {"head_dim": 128, "dtype": torch.bfloat16, "shaped": True, "dropout_p": 0.1},
@@ -179,6 +193,8 @@ HOPPER_CALLS = {
     "fused, large tiles": {"head_dim": 128, "dtype": torch.float16, "deterministic": False},
     "fused, everything": {"head_dim": 128, "dtype": torch.bfloat16, "everything": True, "deterministic": False},
     "fused, dilated": {"head_dim": 128, "dtype": torch.bfloat16, "segments": (256, 512), "deterministic": False},
+    "runs": {"head_dim": 48, "dtype": torch.bfloat16, "segments": RUNS, "runs": True},
+    "runs, large heads": {"head_dim": 128, "dtype": torch.float16, "segments": RUNS, "runs": True},
 }
 
 
@@ -191,12 +207,15 @@ def every_bias(heads, seq, shared):
 
 def launches_of(
     capability, *, head_dim, dtype, head_dim_v=None, block=128, heads_kv=2, everything=False, masks=False, shaped=False,
-    dropout_p=0.0, segments=None, bitmaps=False, biased=False, deterministic=True, many=False,
+    dropout_p=0.0, segments=None, bitmaps=False, biased=False, documents=False, deterministic=True, many=False,
+    runs=False,
 ):  # fmt: skip
     """What forward and backward of a call launch."""
-    seq, heads = 512, 4
+    seq, heads = 1536 if runs else 512, 4
     pattern = SlidingWindow(100, 0)
     extras = CallOptions(head_dim**-0.5)
+    if documents:
+        pattern = SlidingWindow(None, 0) & Documents((100, 412))
     if masks:
         pattern = (SlidingWindow(200, 0) | GlobalTokens(3)) & Documents((100, 412))
         extras = CallOptions(head_dim**-0.5, key_padding_mask=torch.zeros(1, seq, dtype=torch.bool))
@@ -217,8 +236,10 @@ def launches_of(
     if bitmaps:
         layout = BlockLayout.from_mask(torch.arange(seq * seq).view(seq, seq) % 7 < 4, block)
     if segments:
-        branches = Branches(segments, (1, 2))
+        branches = Branches(segments, (1, 2, 3, 4, 8, 9)[: len(segments)])
         layout = layout_of_branches(branches, seq, num_heads=heads, is_causal=True, block_size=block)
+        if not runs:
+            layout._derived.pop("whole")
     widths = head_dim, head_dim if head_dim_v is None else head_dim_v
     q, do = (torch.empty(1, seq, heads, width, dtype=dtype) for width in widths)
     k, v = (torch.empty(1, seq, heads_kv, width, dtype=dtype) for width in widths)
@@ -241,22 +262,50 @@ def launches_of(
 
 
 SELECTIONS = {
-    "mean": {"head_dim": 128, "dtype": torch.bfloat16, "blocks": (128, 128), "patch": (128, 128)},
-    "patches": {"head_dim": 128, "dtype": torch.bfloat16, "blocks": (128, 128), "patch": (4, 4)},
-    "patches, odd and large heads": {"head_dim": 200, "dtype": torch.float16, "blocks": (256, 256), "patch": (4, 4)},
-    "patches, single precision": {"head_dim": 128, "dtype": torch.float32, "blocks": (64, 16), "patch": (16, 16)},
+    "mean": {"head_dim": 128, "dtype": torch.bfloat16, "blocks": (128, 128), "kind": "mean", "patch": (128, 128)},
+    "patches": {"head_dim": 128, "dtype": torch.bfloat16, "blocks": (64, 16), "kind": "mean", "patch": (4, 4)},
+    "patches, odd and large heads": {
+        "head_dim": 200, "dtype": torch.float16, "blocks": (256, 256), "kind": "mean", "patch": (4, 4),
+    },
+    "patches, single precision": {
+        "head_dim": 128, "dtype": torch.float32, "blocks": (64, 16), "kind": "mean", "patch": (16, 16),
+    },
+    "moments": {"head_dim": 64, "dtype": torch.bfloat16, "blocks": (16, 16), "kind": "moments", "patch": (1, 16)},
+    "antidiagonals": {"head_dim": 128, "dtype": torch.bfloat16, "blocks": (64, 16), "stride": 8},
+    "antidiagonals, single precision": {"head_dim": 128, "dtype": torch.float32, "blocks": (128, 128), "stride": 16},
+    "sampled": {"head_dim": 128, "dtype": torch.bfloat16, "blocks": (128, 128), "sampled": 8},
+}  # fmt: skip
+
+
+def launches_of_selection(capability, *, head_dim, dtype, blocks, kind="", patch=None, stride=0, sampled=0):
+    """What choosing blocks launches; the lists are the same for all."""
+    q, k = (torch.empty(1, 1000, heads, head_dim, dtype=dtype) for heads in (4, 2))
+    features = select_features.Sampled(sampled) if sampled else select_features.Antidiagonals(stride)
+    features = select_features.Pooled(kind, patch) if kind else features
+    assert features.fits(head_dim, dtype, blocks)
+    with recorded(capability) as launches:
+        num_q, num_k = (-(-1000 // block) for block in blocks)
+        forced = torch.empty(num_q, num_k, dtype=torch.uint8)
+        lists = patch == blocks or dtype == torch.float32
+        call = {"forced": forced} if dtype != torch.float32 else {}
+        masses = select_masses.fused_masses(q, k, blocks, features, is_causal=True, scale=1.0, **call)
+        if lists and kind == "mean":
+            ints = torch.empty(8, dtype=torch.int32)
+            for team in ("row", "heads", "sample"):
+                select_lists.heaviest_blocks(masses, forced, ints, ints.long(), team, ints, 99, {})
+    return launches
+
+
+LAYOUTS = {
+    "window": SlidingWindow(100, 0),
+    "rules of documents": (SlidingWindow(100, 0) | GlobalTokens(3)) & Documents((100, 412)),
 }
 
 
-def launches_of_selection(capability, *, head_dim, dtype, blocks, patch):
-    """What choosing blocks launches; the lists are the same for all."""
-    q, k = (torch.empty(1, 1000, heads, head_dim, dtype=dtype) for heads in (4, 2))
-    with recorded(capability) as launches:
-        masses = select_masses.pooled_masses(q, k, blocks, patch, is_causal=True, scale=1.0)
-        if patch == blocks:
-            forced, ints = torch.empty(masses.shape[2:], dtype=torch.uint8), torch.empty(8, dtype=torch.int32)
-            for team in ("row", "heads", "sample"):
-                select_lists.heaviest_blocks(masses, forced, ints, ints.long(), team, ints, 99, {})
+def launches_of_layout(capability, pattern):
+    """What the lists of a pattern launch, by query and by key."""
+    with recorded(capability) as launches, patch.object(closed_form, "DEVICES", ("cpu",)):
+        _ = BlockLayout.from_pattern(pattern, 512, block_size=128).by_key
     return launches
 
 
@@ -267,9 +316,13 @@ def main():
     parser.add_argument("--sass", type=Path, metavar="DIR", help="write the machine code of each kernel there")
     given = parser.parse_intermixed_args()
     calls = CALLS | HOPPER_CALLS if given.capability == (9, 0) else CALLS
-    for name in given.calls or [*calls, *SELECTIONS]:
-        launches = launches_of_selection if name in SELECTIONS else launches_of
-        for i, (kernel, args, kwargs) in enumerate(launches(given.capability, **(calls | SELECTIONS)[name])):
+    for name in given.calls or [*calls, *SELECTIONS, *LAYOUTS]:
+        if name in LAYOUTS:
+            launches = launches_of_layout(given.capability, LAYOUTS[name])
+        else:
+            of = launches_of_selection if name in SELECTIONS else launches_of
+            launches = of(given.capability, **(calls | SELECTIONS)[name])
+        for i, (kernel, args, kwargs) in enumerate(launches):
             compiled = compile_for(given.capability, kernel, args, kwargs)
             found = {"call": name, "kernel": kernel.__name__, "shared": compiled.metadata.shared}
             hopper = kernel.__module__.rpartition(".")[2].startswith("hopper")

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("triton", reason="needs triton, which there is for Linux alone")
 
 from dilated_attention_pytorch.kernels.configs import padded_dim
-from tests.kernels.compiling import CALLS, HOPPER_CALLS, SELECTIONS
+from tests.kernels.compiling import CALLS, HOPPER_CALLS, LAYOUTS, SELECTIONS
 from tests.kernels.sass import instructions, unwritten
 
 KIB = {"8.0": 163, "8.6": 99, "8.9": 99, "9.0": 227, "10.0": 227, "12.0": 99}  # of shared memory that a block may have
@@ -29,15 +29,17 @@ COVERING = {
 # How many kernels each call launches: forward and rows, dq, dk and dv (or these in one, and the rounding of dq);
 # decoding; pooling and masses; lists. With padding, forward and backward first find out what is left of the lists.
 LAUNCHES = {
-    "everything": 6 + 4, "fused, everything": 6 + 3, "single precision": 6, "mean": 2 + 13,
+    "everything": 6 + 4, "fused, everything": 6 + 3, "single precision": 6, "mean": 2 + 14,
     "biased, small blocks": 3 + 4 + 4, "masks": 4 + 4,
     "gathered keys, masks": 4 + 4, "united rows": 7, "united rows, shaped": 7,
+    "patches, single precision": 2 + 16, "antidiagonals": 1, "antidiagonals, single precision": 1, "sampled": 1,
+    "window": 4, "rules of documents": 5,
 }  # fmt: skip
 LARGE = ("large heads", "narrow values")  # on Hopper dk and dv apart
 
 
 def compiled_for(capability):
-    calls = [*CALLS, *(HOPPER_CALLS if capability == "9.0" else ()), *SELECTIONS]
+    calls = [*CALLS, *(HOPPER_CALLS if capability == "9.0" else ()), *SELECTIONS, *LAYOUTS]
     return COVERING.get(capability, tuple(calls))
 
 
@@ -76,6 +78,7 @@ def test_compiles(capability):
     assert names >= {"key_bits_kernel", "padded_lists_kernel"}
     assert names >= {"forward_kernel", "rows_kernel", "dkv_kernel", "dq_kernel", "decode_kernel", "merge_kernel"}
     assert names >= {"pool_kernel", "masses_kernel", "teams_kernel", "digits_kernel", "counts_kernel", "lists_kernel"}
+    assert "order_kernel" in names
     assert ("backward_kernel" in names) == (capability == "9.0")  # Hopper's own
     for kernel in kernels:
         assert kernel["shared"] <= KIB[capability] * 1024, kernel

@@ -13,6 +13,7 @@ from torch.nn.functional import pad
 
 from dilated_attention_pytorch import (
     BlockLayout,
+    Branches,
     GlobalTokens,
     Neighborhood,
     PerHead,
@@ -212,6 +213,21 @@ def bitmap_case(lists, blocks, **options):
     shapes = ((2, n, heads, 16) for n, heads in ((50, 4), (70, 2), (70, 2), (50, 4)))
     q, k, v, do = (torch.randn(shape) for shape in shapes)
     return Case(q, k, v, BlockLayout.from_mask(mask, blocks), do, torch.randn(2, 4, 50), **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("heads_kv", [4, 1])
+def test_dilated_in_small_blocks(monkeypatch, heads_kv):
+    """As shards of a ring may need them. A usual tile would walk several, each with a multiplicity of its own."""
+    monkeypatch.setattr(branches, "cheapest_blocks", lambda *args, **options: (16, 1))
+    clear_layout_cache()
+    draw = torch.Generator().manual_seed(0)
+    shapes = (1, 70, 4, 8), (1, 70, heads_kv, 8), (1, 70, heads_kv, 8), (1, 70, 4, 8), (1, 4, 70)
+    q, k, v, do, dlse = (torch.randn(shape, generator=draw) for shape in shapes)
+    case = Case(q, k, v, Branches((20, 64), (1, 2)), do, dlse, is_causal=True)
+    assert_exact(case, "triton")
+    assert_exact(case.to(torch.float16), "triton")
+    clear_layout_cache()
 
 
 @pytest.mark.slow

@@ -12,7 +12,14 @@ if torch.cuda.is_available():
 from dilated_attention_pytorch import BlockLayout, SlidingWindow
 from dilated_attention_pytorch.backends import triton
 from dilated_attention_pytorch.backends.sizes import Shape, SizeRequest
-from dilated_attention_pytorch.kernels import hopper_backward, hopper_forward, launch, united
+from dilated_attention_pytorch.kernels import (
+    hopper_backward,
+    hopper_forward,
+    hopper_runs,
+    hopper_runs_backward,
+    launch,
+    united,
+)
 from dilated_attention_pytorch.layout.size import ListSize
 from dilated_attention_pytorch.options import CallOptions
 from tests.kernels.compiling import CALLS, HOPPER_CALLS, launches_of, recorded
@@ -24,12 +31,13 @@ def launched(launches):
     """For each part of a call whether a warp-specialised kernel was launched for it."""
     found = {}
     for kernel, _, constants in launches:
-        if kernel in (hopper_forward.forward_kernel, launch.forward_kernel):
+        forwards = hopper_forward.forward_kernel, hopper_runs.runs_forward_kernel
+        if kernel in (*forwards, launch.forward_kernel):
             # United rows run on one, and have the other one launched in case that they are not worth it.
-            found["forward"] = kernel is hopper_forward.forward_kernel or found.get("forward", False)
+            found["forward"] = kernel in forwards or found.get("forward", False)
         elif kernel is hopper_backward.backward_kernel and constants["SUMS"]:
             found["backward"] = True
-        elif kernel is hopper_backward.backward_kernel:
+        elif kernel in (hopper_backward.backward_kernel, hopper_runs_backward.runs_backward_kernel):
             found["backward, dk and dv" if constants["OF_KEYS"] else "backward, dq"] = True
         elif kernel is launch.dkv_kernel:
             found["backward, dk and dv"] = False

@@ -88,13 +88,17 @@ def backward(
 def workspace(request: SizeRequest) -> Workspace:
     """Backward: lse and delta of every row, up to whole blocks, in float32; dq where it is added up in any order.
     Forward: of small query blocks the united lists (`kernels.united`), with their words and orders of work, while
-    their marks are there."""
+    their marks are there. Where runs are walked, dq has no sums, but under grouped heads dk and dv are of every query
+    head."""
     shape, lists = request.shape, request.lists
     marks = lists.rows * lists.num_k_blocks
     uniting = 8 * lists.blocks + 48 * lists.rows + min(marks, 1 << 24) if lists.block_q in (16, 32) else 0
     sums = 64 if shape.head_dim <= 64 else 128  # `kernels.configs.sums_width`
-    numbers = 2 + (sums if _sums_dq(request) else 0)
-    return Workspace(uniting, numbers * 4 * shape.batch * shape.heads * lists.num_q_blocks * lists.block_q)
+    walks_runs = lists.run_branches and request.device == "cuda" and shape.dtype.itemsize == 2
+    numbers = 2 + (sums if _sums_dq(request) and not walks_runs else 0)
+    of_heads = 2 * shape.q if walks_runs and shape.heads > shape.heads_kv else 0
+    of_rows = numbers * 4 * shape.batch * shape.heads * lists.num_q_blocks * lists.block_q
+    return Workspace(uniting, of_rows + of_heads)
 
 
 def _sums_dq(request: SizeRequest) -> bool:

@@ -106,12 +106,13 @@ def describe_rows(of_rows: Tensor, num: int) -> TensorDescriptor:
 
 
 _known: dict[tuple[object, ...], dict[str, Any]] = {}
-register_container(_known, "kernels.hopper_common._known", "checked tensor descriptors, by shape", bound=MOST)
+register_container(_known, "kernels.hopper_common._known", "checked tensor descriptors, by block", bound=MOST)
 
 
 def _described(x: Tensor, shape: Sequence[int], strides: Sequence[int], block: Sequence[int]) -> TensorDescriptor:
-    """The first one like it is checked by Triton; another tensor in its place needs no more than that."""
-    key = x.dtype, shape, strides, block
+    """The first one of such blocks is checked by Triton. Of another tensor, and of other lengths, only strides and the
+    address could be wrong, which `launch` has looked at."""
+    key = x.dtype, block, len(shape)
     fields = _known.get(key)
     if fields is None:
         layout = PLAIN_LAYOUT
@@ -121,7 +122,9 @@ def _described(x: Tensor, shape: Sequence[int], strides: Sequence[int], block: S
         if len(_known) >= MOST:
             _known.clear()
         fields = _known[key] = {**vars(made), "base": None}
-    return described_again(TensorDescriptor, fields, x)
+    described = described_again(TensorDescriptor, fields, x)
+    described.shape, described.strides = list(shape), list(strides)
+    return described
 
 
 @gluon.jit

@@ -23,7 +23,8 @@ How dq is summed (SUMS):
 
 A warpgroup leaves its 64 × 64 numbers in its stage, from which the copy engine adds them to float32 sums in global
 memory, in the order in which threads hold them: as rows and columns they would meet in the same banks.
-`backward.round_kernel` puts them in order. The last dq of a tile follows its last step; dk and dv leave by the stage too.
+`backward.round_kernel` puts them in order. The last dq of a tile follows its last step; dk and dv leave by the stage
+too.
 """
 
 from triton.experimental import gluon
@@ -37,6 +38,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .common import (
+    BY_KEY,
     MIXED,
     UNIT,
     add_pair_multiplicity,
@@ -113,7 +115,7 @@ def keys_of(tile, lane, WHO: gl.constexpr, lists, masks, mods, BOUNDED: gl.const
         state = gl.load(words - 1)
         real = gl.expand_dims(gl.load(words + place // UNIT).to(gl.int32) >> (place % UNIT), 1) & 1
     if BOUNDED:
-        first, last = query_bounds(key, masks.rules, masks.seq_q, masks.seq_k)
+        first, last = query_bounds(key, masks.rules, masks.documents, masks.seq_q, masks.seq_k, masks.DOCUMENTS)
         first, reach = reaching(first, last)
     origin, key_hash = lists.token(tile.row, tile.residue) - (masks.seq_k - masks.seq_q), key
     if mods.DROPOUT:
@@ -314,7 +316,8 @@ def compute_dkv(
     OPERAND_V: gl.constexpr = gl.DotOperandLayout(0, GRADS_V, 2)
     IN_FLIGHT: gl.constexpr = SUMS_IN_FLIGHT[SUMS]
     # A key is seen by `reach` queries after `first` too, whatever the block.
-    BOUNDED: gl.constexpr = masks.ONE_INTERVAL and not (masks.HAS_RULE_IDS or masks.DOCUMENTS or masks.DOCUMENT_IDS)
+    BY_QUERY: gl.constexpr = masks.DOCUMENTS and masks.DOCUMENTS != BY_KEY
+    BOUNDED: gl.constexpr = masks.ONE_INTERVAL and not (masks.HAS_RULE_IDS or BY_QUERY or masks.DOCUMENT_IDS)
     dtype: gl.constexpr = rings.own_b.dtype
     heads_kv = lists.heads // lists.group
     key_lane = gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))

@@ -30,7 +30,8 @@ def compute_alone(
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STREAM, 16])  # keys × queries
     GRADS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, GRADS, 2)
-    BOUNDED: gl.constexpr = masks.ONE_INTERVAL and not (masks.HAS_RULE_IDS or masks.DOCUMENTS or masks.DOCUMENT_IDS)
+    BY_QUERY: gl.constexpr = masks.DOCUMENTS and masks.DOCUMENTS != BY_KEY
+    BOUNDED: gl.constexpr = masks.ONE_INTERVAL and not (masks.HAS_RULE_IDS or BY_QUERY or masks.DOCUMENT_IDS)
     dtype: gl.constexpr = rings.own_b.dtype
     key_lane = gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
     query_lane = gl.arange(0, STREAM, gl.SliceLayout(0, SCORES))

@@ -23,7 +23,7 @@ from ..patterns.blocks import ceil_div
 from . import launcher, padding, united
 from .backward import dkv_kernel, dq_kernel, round_kernel, rows_kernel
 from .bias_arguments import BiasArguments, BiasSums, NoSums
-from .common import cap_kind
+from .common import BY_KEY, cap_kind
 from .configs import (
     FEW_ROWS,
     HOPPER_BACKWARD,
@@ -46,7 +46,7 @@ from .united import LARGE_BLOCK
 
 INTERPRETED = triton.knobs.runtime.interpret
 try:
-    from . import hopper_backward, hopper_common, hopper_dkv, hopper_forward, hopper_large
+    from . import hopper_backward, hopper_common, hopper_dkv, hopper_forward, hopper_large, runs
 except ImportError:  # Gluon is Triton's experiment: where it lacks what we use, the plain kernels run
     HAVE_GLUON = False
 else:
@@ -149,7 +149,8 @@ class Call:
         options: CallOptions,
     ) -> None:
         self.q, self.k, self.v = contiguous_rows(q), contiguous_rows(k), contiguous_rows(v)
-        self.layout, self.scale, self.deterministic = layout, options.scale, options.deterministic
+        self.layout, self.options, self.scale = layout, options, options.scale
+        self.deterministic = options.deterministic
         self.as_given = self.q is q and self.k is k and self.v is v  # no tensor had to be copied
         self.launches: list[launcher.Launched | None] = []
         self.batch, self.seq_q, self.heads, self.head_dim = q.shape
@@ -203,9 +204,17 @@ class Call:
         # Of the plain kernels alone.
         self.plain_flags = self.flags | {"BITMAPS": int(len(layout.bitmaps) > 0), "BIAS": self.bias.flags["BIAS"]}
 
+    @cached_property
+    def walks_runs(self) -> bool:
+        """Of dilated attention: runs of keys, not blocks."""
+        return not _no_runs(self.hopper, self.q, self.k, self.v, self.layout, self.options)
+
     def forward(self) -> tuple[Tensor, Tensor]:
         q, k, v, layout = self.q, self.k, self.v, self.layout
         out, lse = results(q, v)
+        if self.walks_runs:
+            runs.forward(self, out, lse)
+            return out, lse
         hashes = self.flags["DROPOUT"] and self.head_dim <= SMALL_HEAD
         own, block = layout.blocks
         if not hashes and self._on_hopper(forward_tiles(own), own, block, q, k, v, out, gathers=True):
@@ -224,6 +233,7 @@ class Call:
         grid = (tiles * self.batch * (self.heads // owned["PACK"]),)
         if self._has_few_rows(own_rows, config.tile_q):
             config = FEW_ROWS.forward
+        config = self._block_by_block(config, tile_k=self.layout.block_k)
         tma, (keys, values) = self._walked(config.tile_k, self.layout.block_k, k, v)
         self._launch(
             forward_kernel, grid,
@@ -240,21 +250,25 @@ class Call:
     ) -> tuple[Grads, Rows, list[Tensor]]:
         """dq, dk and dv, the numbers of rows that the kernels took, and the gradients of the bias that are wanted."""
         q, k, v, layout, given = self.q, self.k, self.v, self.layout, (do, dlse, out, lse)
-        do = contiguous_rows(do)
+        do = contiguous_rows(do) if not self.walks_runs or runs.reachable(do) else do.contiguous()
         out, lse = out.contiguous(), lse.contiguous()  # a ring gives parts of its own
         dlse = None if dlse is None else dlse.contiguous()
         self.as_given &= all(map(operator.is_, given, (do, dlse, out, lse)))
         on_hopper = self._on_hopper(HOPPER_BACKWARD, layout.block_k, layout.block_q, q, k, v, do)
-        fused = on_hopper and not wanted and not self.deterministic and max(self.boxes) <= max(HOPPER_FUSED)
+        fused = on_hopper and not (wanted or self.deterministic or self.walks_runs)
+        fused = fused and max(self.boxes) <= max(HOPPER_FUSED)
         (dq, dk, dv), of_rows = _gradients(q, k, v, layout, fused=fused)
         padded_q, tile = of_rows[0].shape[-1], min(64, layout.block_q)
         self._launch(
             rows_kernel, (padded_q // tile * self.batch * self.heads,),
             (out, do, lse if dlse is None else dlse, lse, *of_rows[1:3], of_rows[-1]),
-            (*do.stride()[:3], self.heads, self.seq_q, padded_q, layout.num_residues),
+            (*do.stride()[:3], self.heads, self.seq_q, padded_q, 1 if self.walks_runs else layout.num_residues),
             D=self.head_dim_v, PADDED_D=self.flags["PADDED_D_V"], TILE=tile, BASE_E=self.flags["BASE_E"],
             DLSE=dlse is not None, SUMS=sums_width(self.head_dim) if fused else 0,
         )  # fmt: skip
+        if self.walks_runs:
+            self._backward_over_runs(do, of_rows, dq, dk, dv)
+            return (dq, dk, dv), of_rows, []
         if fused:
             sums = of_rows[-1]
             self._hopper_backward(do, of_rows, sums, dk, dv, of_keys=True, fused=True)
@@ -281,6 +295,16 @@ class Call:
             self._plain_dq(do, of_rows, dq, of_bias)
         return (dq, dk, dv), of_rows, of_bias.results() if of_bias else []
 
+    def _backward_over_runs(self, do: Tensor, of_rows: Rows, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
+        if self.group == 1:
+            runs.backward(self, do, of_rows[1:], (dq, dk, dv))
+            return
+        of_heads = [x.new_empty(self.q.shape) for x in (dk, dv)]
+        runs.backward(self, do, of_rows[1:], (dq, *of_heads))
+        for x, each in zip((dk, dv), of_heads, strict=True):
+            torch.sum(each.unflatten(2, (self.heads_kv, self.group)), 3, out=x)
+        self.as_given = False  # sums are no launch of ours
+
     def _launch(self, *args: Any, **constants: Any) -> None:
         self.launches.append(launcher.launch(*args, **constants))
 
@@ -293,16 +317,23 @@ class Call:
         """Whether a tile has few rows because blocks are small."""
         return own_rows < 64 <= usual and self.q.dtype.itemsize == 2
 
+    def _block_by_block(self, config: Config, **walked: int) -> Config:
+        """Each block of dilated attention has a multiplicity of its own, so a tile walks no several at once."""
+        if not self.layout.dilated:
+            return config
+        return config._replace(**{name: min(getattr(config, name), block) for name, block in walked.items()})
+
     def _plain_dkv(self, do: Tensor, of_rows: Rows, dk: Tensor, dv: Tensor) -> None:
         q, k, v, layout = self.q, self.k, self.v, self.layout
         tile_k = min(self.configs.dkv.tile_k, layout.block_k)
         config = for_rows(self.configs.dkv, tile_k)
         if self.padded <= 64 and self._has_few_rows(tile_k, config.tile_k):
             config = FEW_ROWS.dkv
+        config = self._block_by_block(config, tile_q=layout.block_q)
         tma, (queries, grads) = self._walked(config.tile_q, layout.block_q, q, do)
         self._launch(
             dkv_kernel, (layout.num_k_blocks * (layout.block_k // tile_k) * self.batch * self.heads_kv,),
-            (queries, k, v, grads, *of_rows[1:], dk, dv, *self._by_key(), self.slopes, layout.bitmaps,
+            (queries, k, v, grads, *of_rows[1:], dk, dv, *self._by_key(layout.documents), self.slopes, layout.bitmaps,
              *self.bias.tensors),
             (*_strides(q, k, v, do), *self.sizes, layout.num_k_blocks, self.lists_per_sample, *self.list_sizes,
              self.exp_scale, self.scale, self.cap, *self.dropout, *self.bias.numbers),
@@ -316,6 +347,7 @@ class Call:
         own_rows = owned["TILE_Q"] * owned["PACK"]
         if self.padded <= 64 and self._has_few_rows(own_rows, config.tile_q):
             config = FEW_ROWS.dq._replace(tile_k=own_rows)
+        config = self._block_by_block(config, tile_k=layout.block_k)
         tma, (keys, values) = self._walked(config.tile_k, layout.block_k, k, v)
         sums = NoSums(layout.bitmaps, self.batch, self.heads) if of_bias is None else of_bias
         for first_sample, samples, first_head, heads in sums.launches():
@@ -384,12 +416,13 @@ class Call:
         if of_keys and not large and narrow and (self.flags["SOFTCAP"] or self.flags["ALIBI"] or self.flags["DROPOUT"]):
             stream, num_stages = HOPPER_DKV_NARROW
         stream = min(stream, layout.block_q if of_keys else layout.block_k)
-        kind = 0
+        flags, kind = self._hopper_flags(box), 0
         if fused:
             # A warpgroup gets 64 × 64 numbers of dq: half of them, or all.
             kind = hopper_dkv.HALVES.value if stream * box == 2 * 64 * 64 else hopper_dkv.OWN.value
         if of_keys:
-            lists, lists_per_sample = self._by_key(), self.lists_per_sample
+            documents, flags["DOCUMENTS"] = self._documents_by_key()
+            lists, lists_per_sample = self._by_key(documents), self.lists_per_sample
             num_blocks, walked = layout.num_k_blocks, layout.num_q_blocks
             tiles, heads = layout.block_k // 128, self.heads_kv
         else:
@@ -411,7 +444,7 @@ class Call:
                 (*described, dqs, *of_rows[1:3], *lists, self.slopes),
                 (self.batch, *self.sizes, num_blocks, lists_per_sample, *self.list_sizes, *schedule,
                  walked // layout.num_residues, self.exp_scale, self.scale, self.cap, *self.dropout),
-                **self._hopper_flags(box), WIDTH=self.head_dim, STREAM=stream, NUM_STAGES=num_stages,
+                **flags, WIDTH=self.head_dim, STREAM=stream, NUM_STAGES=num_stages,
                 OWN_LISTS=self.own_lists, OF_KEYS=of_keys, ALONE=part,
                 SUMS=kind, OWN_STAGES=own_stages, **EXPERIMENT, num_warps=4, maxnreg=168,
             )  # fmt: skip
@@ -452,10 +485,19 @@ class Call:
         of_lists = [lists.indices, lists.rule_ids, lists.work, layout.rules, layout.documents, lists.branches]
         return [*of_lists, of_keys, *self.masks]
 
-    def _by_key(self) -> list[Tensor]:
+    def _documents_by_key(self) -> tuple[Tensor, int]:
+        """What a kernel that owns keys reads of documents, and DOCUMENTS of it: where each key is seen by neighbouring
+        queries, these, so that no pair is looked at."""
+        flags, layout = self.flags, self.layout
+        one_rule = flags["ONE_INTERVAL"] and not (flags["HAS_RULE_IDS"] or flags["DOCUMENT_IDS"])
+        if not (one_rule and flags["DOCUMENTS"] and layout.seen_by.numel()):
+            return layout.documents, flags["DOCUMENTS"]
+        return layout.seen_by, BY_KEY.value
+
+    def _by_key(self, documents: Tensor) -> list[Tensor]:
         """The same, with offsets and splits, where they own keys."""
         layout = self.layout
-        of_lists = [*layout.by_key.tensors(), layout.key_work, layout.rules, layout.documents, layout.branches]
+        of_lists = [*layout.by_key.tensors(), layout.key_work, layout.rules, documents, layout.branches]
         return [*of_lists, self.unused if self.key_bits is None else self.key_bits, *self.masks]
 
     def _query_tiles(self, config: Config, *, alone: bool = False) -> tuple[int, dict[str, int], Config]:
@@ -491,13 +533,19 @@ def kernels_of(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, options: Ca
     reasons["backward, dq"] = plain_reason(HOPPER_BACKWARD, own, block)
     if options.learned():
         reasons["backward, dq"] = reasons["backward, dq"] or "it sums the gradient of the bias"
+    no_runs = ""
+    if layout.dilated and hopper:
+        no_runs = _no_runs(hopper, q, k, v, layout, options)
+        if not no_runs:
+            return dict.fromkeys(reasons, "warp-specialised, for Hopper, over runs of rows")
+        no_runs = f"; {no_runs}"
     kinds = dict.fromkeys(reasons, "warp-specialised, for Hopper")
     if reasons["forward"] and not plain_reason(forward_tiles(LARGE_BLOCK), LARGE_BLOCK, block, gathers=True):
         reasons["forward"] = united.reason_not_to(layout, q.shape[0] * q.shape[2], q.shape[3])
         kinds["forward"] += ", over united rows of blocks, or plain Triton where these have little in common"
     if options.dropout_p > 0 and q.shape[3] <= SMALL_HEAD:
         reasons["forward"] = reasons["forward"] or "it is faster for dropout with small heads"
-    named = {part: f"plain Triton: {reason}" if reason else kinds[part] for part, reason in reasons.items()}
+    named = {part: (f"plain Triton: {why}" if why else kinds[part]) + no_runs for part, why in reasons.items()}
     fuses = max(q.shape[3], v.shape[3]) <= max(HOPPER_FUSED)
     if fuses and reasons["backward, dk and dv"] is None and not options.learned():
         if options.deterministic:
@@ -505,8 +553,17 @@ def kernels_of(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, options: Ca
         else:
             del named["backward, dk and dv"], named["backward, dq"]
             fused = "one kernel, which adds up dq in any order (deterministic=False)"
-            named["backward"] = f"warp-specialised, for Hopper: {fused}"
+            named["backward"] = f"warp-specialised, for Hopper: {fused}{no_runs}"
     return named
+
+
+def _no_runs(hopper: bool, q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, options: CallOptions) -> str:
+    """Why not the kernels that walk runs of dilated attention."""
+    if not layout.dilated or not hopper:
+        return "runs are for dilated attention on a GPU of compute capability 9.0, in 16 bits"
+    own, block = layout.blocks
+    plain = _plain_reason(hopper, forward_tiles(own), layout, own, block, (q, k, v), True)
+    return runs.why_not((q, k, v), layout, options, plain is None)
 
 
 def _plain_reason(
@@ -602,6 +659,11 @@ def _device(device: torch.device, padded: int, itemsize: int) -> tuple[bool, boo
     if capability == (9, 0) and not HAVE_GLUON and not INTERPRETED:
         warnings.warn("this Triton has no Gluon (3.6 has): Hopper runs the plain, slower kernels", stacklevel=2)
     return capability >= (9, 0), hopper, configs(capability, padded, itemsize)
+
+
+def has_room(device: torch.device) -> bool:
+    """Whether its multiprocessors have more than 99 KiB of shared memory."""
+    return _capability(device) in ((8, 0), (9, 0), (10, 0))
 
 
 def _capability(device: torch.device) -> tuple[int, int]:

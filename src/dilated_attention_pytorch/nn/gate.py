@@ -56,6 +56,10 @@ class BlockGate(nn.Module):
         """Rows and columns of `MeanPooled`, corrected."""
         return self.rows(queries, scale), self.columns(keys)
 
+    def of_patches(self, rows: Tensor, columns: Tensor, most: Tensor, least: Tensor) -> tuple[Tensor, Tensor]:
+        """The same from mean queries, times the scale, and mean, largest and smallest coordinates of keys."""
+        return self._corrected_rows(rows), self._corrected_columns(columns, most, least)
+
     def rows(self, queries: Blocked, scale: float) -> Tensor:
         return self._corrected_rows(self.scorer.rows(queries, scale))
 

@@ -237,10 +237,8 @@ def estimated_masses(
     seq_q, seq_k, heads = q.shape[1], k.shape[1], q.shape[2]
     queries, keys = Blocked.of(q, blocks[0], padded), Blocked.of(k, blocks[1], hidden)
     num_q, num_k = (x.real.shape[1] for x in (queries, keys))
-    rows, columns = scorer.features(queries, keys, scale)
-    _check_features(rows, columns, q, k, (num_q, num_k), blocks)
-    rows_a_block, columns_a_block = rows.shape[1] // num_q, columns.shape[1] // num_k
-    step, width = blocks[0] // rows_a_block, blocks[1] // columns_a_block
+    rows, columns, (step, width) = features_of(scorer, queries, keys, q, k, scale)
+    rows_a_block, columns_a_block = blocks[0] // step, blocks[1] // width
     # Products in the dtype of the inputs, as a matrix unit likes them; everything else in the compute dtype.
     rows = rows.to(q.dtype).permute(0, 2, 1, 3)  # [batch, heads, R, F]
     columns = columns.to(q.dtype).permute(0, 2, 3, 1)  # [batch, heads_kv, F, C]
@@ -275,6 +273,17 @@ def estimated_masses(
         weights = (weights * share[:, None, start:stop, :, None]).sum(3)
         masses.append(torch.nn.functional.pad(weights, (0, num_k - seen)))
     return torch.cat(masses, dim=2)
+
+
+def features_of(
+    scorer: Scorer, queries: Blocked, keys: Blocked, q: Tensor, k: Tensor, scale: float
+) -> tuple[Tensor, Tensor, tuple[int, int]]:
+    """Rows and columns, which are checked, and how many tokens each of them stands for."""
+    num_blocks, blocks = (queries.real.shape[1], keys.real.shape[1]), (queries.block, keys.block)
+    rows, columns = scorer.features(queries, keys, scale)
+    _check_features(rows, columns, q, k, num_blocks, blocks)
+    patch = tuple(block * num // x.shape[1] for x, num, block in zip((rows, columns), num_blocks, blocks, strict=True))
+    return rows, columns, (patch[0], patch[1])
 
 
 def _check_features(

@@ -7,8 +7,9 @@ One path: estimated masses (`ops.scores`) → a selector keeps some → a layout
 were kept. Of all blocks only the masses are ever stored.
 
 On a CUDA device `kernels.select_masses` and `kernels.select_lists` compute the same in a few launches: the masses of
-`MeanPooled`, and the lists of `TopK` and `SharedBudget`. What is written here defines them, and does everything else:
-other scorers and selectors, key padding and documents, float64, `torch.compile`.
+all scorers (those of the table in `ops.scores` from tokens, others from their features), and the lists of `TopK` and
+`SharedBudget`. What is written here defines them, and does everything else: other selectors, key padding and
+documents, float64, calls under a trace or transform.
 """
 
 from __future__ import annotations
@@ -35,7 +36,17 @@ from ..patterns.tokens import EVERYTHING, Interval
 from .checks import check_masks, check_qkv, check_scale
 from .grids import extra_places, grid_of, listed, masked_grid, own_blocks
 from .named import Opened
-from .scores import Antidiagonal, Blocked, MeanPooled, MinMaxBound, Moments, SampledRows, Scorer, estimated_masses
+from .scores import (
+    Antidiagonal,
+    Blocked,
+    MeanPooled,
+    MinMaxBound,
+    Moments,
+    SampledRows,
+    Scorer,
+    estimated_masses,
+    features_of,
+)
 from .selectors import CumulativeMass, Grid, RelativeThreshold, Selector, SharedBudget, TopK
 
 SCORERS: Mapping[str, Scorer] = MappingProxyType(
@@ -51,6 +62,7 @@ SCORERS: Mapping[str, Scorer] = MappingProxyType(
 )
 
 BY_NAME = (MeanPooled, MinMaxBound, Moments, Antidiagonal, SampledRows)  # scorers that their text tells
+POOLED = {MeanPooled: "mean", MinMaxBound: "box", Moments: "moments"}  # what the kernels make, and call it
 OURS = (SharedBudget, TopK, CumulativeMass, RelativeThreshold)
 
 
@@ -186,15 +198,19 @@ def _choose(
         key_padding_mask = padded if key_padding_mask is None else padded | key_padding_mask
     masked = key_padding_mask is not None or document_ids is not None
     kernels = None if masked else _kernels(q)
-    patch = _patch_of(scorer, blocks)
-    if kernels and patch and kernels.masses.can_pool(q.shape[3], q.dtype, blocks, patch):
-        masses = kernels.masses.pooled_masses(q, k, blocks, patch, is_causal=is_causal, scale=scale)
+    listed_by_kernel = kernels is not None and type(selector) in (TopK, SharedBudget)
+    fused = kernels and _features_of(kernels.features, scorer, q, k, blocks, scale)
+    grid = grid_of(lengths, blocks, is_causal, how.sink, how.local, q.device)
+    if kernels and fused:
+        # Weights of 16 bits where products are no finer, and lists are all that comes of them.
+        coarse = q.dtype.itemsize == 2 and listed_by_kernel and not how.per_kv_head
+        forced = _forced(grid) if coarse else None
+        masses = kernels.masses.fused_masses(q, k, blocks, fused, is_causal=is_causal, scale=scale, forced=forced)
     else:
         hidden = {"hidden": key_padding_mask, "padded": padded}
         masses = estimated_masses(q, k, scorer, blocks, is_causal=is_causal, scale=scale, **hidden)
     if how.per_kv_head:
         masses = masses.unflatten(1, (k.shape[2], -1)).mean(2)
-    grid = grid_of(lengths, blocks, is_causal, how.sink, how.local, q.device)
     if masked:
         grid = masked_grid(grid, lengths, blocks, key_padding_mask, document_ids)
         masses = masses.masked_fill(~grid.visible, 0.0)
@@ -202,7 +218,7 @@ def _choose(
     if own_lengths is not None:
         grid = replace(grid, own=own_blocks(grid, blocks, own_lengths))
     rule = _rule(is_causal, q.device)
-    if kernels and (type(selector) is TopK or type(selector) is SharedBudget):
+    if kernels and isinstance(selector, TopK | SharedBudget) and listed_by_kernel:
         team = _team(selector, grid, masses.shape[1])
         by_query, work = kernels.lists.heaviest_blocks(masses, *team)
         return by_query, rule, work
@@ -311,8 +327,9 @@ def _places(selector: Selector, grid: Grid, lists: int) -> int:
 
 
 class _Kernels(NamedTuple):
-    """`kernels.select_masses` and `kernels.select_lists`."""
+    """`kernels.select_features`, `select_masses` and `select_lists`."""
 
+    features: ModuleType
     masses: ModuleType
     lists: ModuleType
 
@@ -321,9 +338,9 @@ def _kernels(q: Tensor) -> _Kernels | None:
     """Those for a CUDA device and dtype that has them; calls that are traced or transformed use the operators."""
     if not is_plain_eager(q) or not _has_kernels(q.device, q.dtype, q.shape[3]):
         return None
-    from ..kernels import select_lists, select_masses  # loads triton
+    from ..kernels import select_features, select_lists, select_masses  # loads triton
 
-    return _Kernels(select_masses, select_lists)
+    return _Kernels(select_features, select_masses, select_lists)
 
 
 @cached(128, "whether a device has kernels for selecting blocks")
@@ -331,9 +348,25 @@ def _has_kernels(device: torch.device, dtype: torch.dtype, head_dim: int) -> boo
     return can_run(Request(device=device, dtype=dtype, head_dim=head_dim))[0]
 
 
-def _patch_of(scorer: Scorer, blocks: tuple[int, int]) -> tuple[int, int] | None:
-    """Queries and keys of a patch, of the scorer that the kernels have."""
-    return (scorer.queries or blocks[0], scorer.keys or blocks[1]) if type(scorer) is MeanPooled else None
+def _features_of(
+    kernels: ModuleType, scorer: Scorer, q: Tensor, k: Tensor, blocks: tuple[int, int], scale: float
+) -> Any:
+    """What a scorer multiplies, as the kernel takes it; None where it has no room for that."""
+    kind = type(scorer)
+    found: Any = None
+    if isinstance(scorer, MeanPooled | MinMaxBound | Moments) and kind in POOLED:
+        found = kernels.Pooled(POOLED[kind], (scorer.queries or blocks[0], scorer.keys or blocks[1]))
+    elif kind in (Antidiagonal, SampledRows):
+        if scale > 0:
+            found = (kernels.Antidiagonals if kind is Antidiagonal else kernels.Sampled)(scorer.stride)  # type: ignore[attr-defined]
+    elif callable(getattr(scorer, "of_patches", None)):
+        patch = scorer.scorer.queries or blocks[0], scorer.scorer.keys or blocks[1]  # type: ignore[attr-defined]
+        if kernels.Pooled("mean", patch).fits(q.shape[3], q.dtype, blocks):
+            made = scorer.of_patches(*kernels.patches(q, k, blocks, patch, scale))  # type: ignore[attr-defined]
+            found = kernels.Given(*made, patch)
+    else:
+        found = kernels.Given(*features_of(scorer, Blocked.of(q, blocks[0]), Blocked.of(k, blocks[1]), q, k, scale))
+    return found if found is not None and found.fits(q.shape[3], q.dtype, blocks) else None
 
 
 class _Team(NamedTuple):
@@ -356,7 +389,11 @@ def _team(selector: TopK | SharedBudget, grid: Grid, lists: int) -> _Team:
     if isinstance(selector, TopK):
         name = "heads" if selector.across_heads else "row"
         limits = torch.tensor(selector.counts(grid, lists), dtype=torch.int32, device=grid.ends.device)
-    return _Team(grid.forced.view(torch.uint8), grid.ends, grid.last_full, name, limits, places, {})
+    return _Team(_forced(grid), grid.ends, grid.last_full, name, limits, places, {})
+
+
+def _forced(grid: Grid) -> Tensor:
+    return grid.forced.view(torch.uint8)
 
 
 @plain_cache(64, "the token rule of selected blocks, on a device")
