@@ -13,6 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from .common import BY_KEY
 from .hopper_common import ROWS, as_block, barrier, store_block
 from .hopper_dkv import dscores_of, keys_of, walk_of, weights_of
 
