@@ -1,5 +1,6 @@
 """Rows of small blocks, united: the same blocks, and who sees them, as the layout itself lists."""
 
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -10,7 +11,7 @@ if torch.cuda.is_available():
     pytest.skip("needs Triton's interpreter: the kernels are made for a GPU here", allow_module_level=True)
 
 from dilated_attention_pytorch import BlockLayout, Documents, GlobalTokens, SlidingWindow
-from dilated_attention_pytorch.kernels import united
+from dilated_attention_pytorch.kernels import ahead, launch, launcher, united
 from dilated_attention_pytorch.patterns.blocks import ceil_div
 
 
@@ -86,3 +87,12 @@ def test_reasons_not_to_unite_rows():
     assert "blocks of 16 and 32" in united.reason_not_to(of_128, 1 << 20, 64)
     union = pattern_layout(SlidingWindow(50, 0) | GlobalTokens(20), 16)
     assert "share one interval" in united.reason_not_to(union, 1 << 20, 64)
+
+
+def test_lists_that_a_layout_keeps_are_made_even_where_launches_are_left_out():
+    """To compile ahead, launches are kept back; the interpreter's own kernels do not say where they are from."""
+    of_lists, other = (SimpleNamespace(__module__=module.__name__) for module in (united, launch))
+    with ahead.collected():
+        assert not launcher.keep_back(of_lists, (), (), {})
+        with pytest.raises(AttributeError):  # it is taken for one that is to be compiled
+            launcher.keep_back(other, (), (), {})

@@ -24,6 +24,7 @@ from torch import Tensor
 from ..layout import BlockLayout
 from ..layout.lists import in_order_of_work
 from ..patterns.blocks import ceil_div
+from .launcher import launch
 
 SLAB = 1 << 24  # bytes of marks at a time: they stay in the L2 cache
 CHUNK = 256  # entries, or key blocks, that a program looks at together
@@ -32,6 +33,7 @@ SMALL_BLOCKS = (16, 32)  # of which rows are united
 # How many times as many pairs large tiles may compute and be as fast, by the rows of a plain tile, of all heads that
 # it packs: a plain tile of 16 rows takes about as long as one of 64. Measured on an H200.
 WORTH = {16: 5.0, 32: 2.7, 64: 1.5, 128: 1.2}
+VARYING = ("first", "num_q", "num_large", "num_k")  # no new kernel for a new value of them
 LEAST_WORK = 2e10  # FLOPs of a call: to unite rows takes as long as the plain kernel takes for some of it
 
 
@@ -67,7 +69,7 @@ def reason_not_to(layout: BlockLayout, heads: int, head_dim: int) -> str | None:
     return None
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def mark_kernel(
     offsets, splits, indices, marks, first, num_q, num_large, num_k, GROUP: tl.constexpr, CHUNK: tl.constexpr
 ):  # fmt: skip
@@ -95,7 +97,7 @@ def words_at(marks, here, column, num_k, GROUP: tl.constexpr):
     return tl.sum(seen, 1), tl.sum(whole, 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def unite_kernel(
     offsets, marks, indices, words, rows, first, num_q, num_large, num_k, GROUP: tl.constexpr, CHUNK: tl.constexpr
 ):  # fmt: skip
@@ -138,12 +140,10 @@ def united_rows(layout: BlockLayout, own_rows: int, large_block: int = LARGE_BLO
     for first in range(0, total, at_once):
         num = min(at_once, total - first)
         marks.zero_()
-        mark_kernel[(num * group,)](
-            lists.offsets, lists.splits, lists.indices, marks, first, num_q, num_large, num_k, GROUP=group, CHUNK=CHUNK
-        )
-        unite_kernel[(num,)](
-            lists.offsets, marks, indices, words, rows, first, num_q, num_large, num_k, GROUP=group, CHUNK=CHUNK
-        )
+        numbers, sizes = (first, num_q, num_large, num_k), {"GROUP": group, "CHUNK": CHUNK}
+        of_lists = lists.offsets, lists.splits, lists.indices
+        launch(mark_kernel, (num * group,), (*of_lists, marks), numbers, **sizes, num_warps=1)
+        launch(unite_kernel, (num,), (lists.offsets, marks, indices, words, rows), numbers, **sizes, num_warps=4)
     work = in_order_of_work(rows.view(layout.num_lists, num_large, 4), 1)
     computed = (rows[:, 3] - rows[:, 1]).sum() * group
     worth = computed <= WORTH[own_rows] * lists.offsets[-1]
