@@ -33,7 +33,7 @@ def kept_mass(
     unused = sorted({"deterministic", "dropout_p", "sinks"} & set(options))
     if unused:
         raise TypeError(
-            f"{unused[0]} has no meaning for kept_mass, which weighs keys against keys and has no gradient; leave it out"
+            f"{unused[0]} has no meaning for kept_mass, which weighs keys by keys and has no gradient; leave it out"
         )
 
     def lse(who: BlockLayout | Pattern) -> Tensor:
