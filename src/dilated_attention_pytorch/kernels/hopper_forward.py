@@ -129,14 +129,14 @@ HANDS = gl.constexpr(("bar.arrive 15, 256; mov.u32 $0, 0;", "bar.arrive 14, 256;
 
 
 @gluon.jit
-def take_turn(WHO: gl.constexpr, ALONE: gl.constexpr):
+def take_turn(WHO: gl.constexpr, ALONE: gl.constexpr = False):
     """Wait until the other warpgroup has handed over. Those with lists of their own wait for nobody."""
     if not ALONE:
         gl.inline_asm_elementwise(TAKES[WHO], "=r,r", [gl.program_id(0)], gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
-def hand_over(WHO: gl.constexpr, ALONE: gl.constexpr):
+def hand_over(WHO: gl.constexpr, ALONE: gl.constexpr = False):
     if not ALONE:
         gl.inline_asm_elementwise(HANDS[WHO], "=r,r", [gl.program_id(0)], gl.int32, is_pure=False, pack=1)
 
@@ -326,8 +326,6 @@ def _compute(
         if FINE:
             words = lists.words_of(masks.rule_ids, tile.start, tile.stop, 0)
             key = lists.tokens(block, 0, key_lane)
-            # That something but a loop's bound asks for `num_full` is needed, too: Triton 3.6 takes what only bounds ask
-            # for, and a loop carries, for dead, and keeps the first tile's.
             if num_full == 0:
                 scores = hide_united(scores, key, words, block, 0, key_lane, rows, tile, lists, masks, True, FINE)
             else:
@@ -354,9 +352,11 @@ def _compute(
                 begin, end = gl.maximum(num_full, 1), num
                 if BITMAPS:
                     rule, named = rule_of(lists.entry(tile.start, begin, 0), tile.stop, masks)
-                # The same queries, by an address that does not look the same (no list ends before it starts): else
-                # ptxas reads here what it has computed before the loop over full blocks, even where there are none.
-                q = queries.buffers.index(queries.place(turn) * HALVES + HALF + (tile.start > tile.stop).to(gl.int32))
+                # The same queries, by an address that does not look the same (nothing is masked from behind the end on):
+                # else ptxas reads here what it has computed before the loop over full blocks, even where there are
+                # none. And what only bounds of loops ask for Triton 3.6 does not carry from tile to tile.
+                nothing = (tile.masked_from > tile.stop).to(gl.int32)
+                q = queries.buffers.index(queries.place(turn) * HALVES + HALF + nothing)
             else:
                 begin, end = 1, num_full
             for i in range(begin, end):
