@@ -8,9 +8,9 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from dilated_attention_pytorch import BlockLayout, Documents, SlidingWindow, explain
+from dilated_attention_pytorch import BlockLayout, Documents, SlidingWindow, block_sparse_attention, explain
 from dilated_attention_pytorch.testing import Case, assert_exact
-from tests.gpu.norms import assert_near
+from tests.gpu.norms import BOUNDS, assert_near
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -103,3 +103,18 @@ def test_what_is_not_seen_is_not_multiplied(block, unites):
     got, _ = Case(q, k + hidden, v + hidden, layout, case.do, case.dlse).attend(q, k + hidden, v + hidden, "triton")
     seen = layout.to_dense().any(1)
     assert torch.equal(got[:, seen], expected[:, seen])
+
+
+@pytest.mark.parametrize("block", [(128, 16), (64, 64), (64, 16), (16, 16), (32, 64)], ids=str)
+def test_programs_that_take_several_tiles(block, unites):
+    """More tiles than processors, of rows of different lengths: compared with plain PyTorch in float32, again and again."""
+    torch.manual_seed(0)
+    seq, heads = 4096, 16
+    shape = seq // block[0], seq // block[1]
+    mask = torch.rand(heads, *shape, device="cuda") < torch.rand(heads, shape[0], 1, device="cuda") * 0.3
+    layout = BlockLayout.from_block_mask(mask, block)
+    q, k, v = (torch.randn(1, seq, heads, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    want = block_sparse_attention(q.float(), k.float(), v.float(), layout, backend="blockwise")
+    first = block_sparse_attention(q, k, v, layout, backend="triton")
+    assert float((first.float() - want).norm() / want.norm()) < BOUNDS[torch.bfloat16]
+    assert all(torch.equal(block_sparse_attention(q, k, v, layout, backend="triton"), first) for _ in range(20))

@@ -354,7 +354,7 @@ def _compute(
                     rule, named = rule_of(lists.entry(tile.start, begin, 0), tile.stop, masks)
                 # The same queries, by an address that does not look the same (nothing is masked from behind the end on):
                 # else ptxas reads here what it has computed before the loop over full blocks, even where there are
-                # none. And what only bounds of loops ask for Triton 3.6 does not carry from tile to tile.
+                # none. And what only bounds of loops ask for, Triton 3.6 does not carry from tile to tile.
                 nothing = (tile.masked_from > tile.stop).to(gl.int32)
                 q = queries.buffers.index(queries.place(turn) * HALVES + HALF + nothing)
             else:
