@@ -107,7 +107,7 @@ def test_what_is_not_seen_is_not_multiplied(block, unites):
 
 @pytest.mark.parametrize("block", [(128, 16), (64, 64), (64, 16), (16, 16), (32, 64)], ids=str)
 def test_programs_that_take_several_tiles(block, unites):
-    """More tiles than processors, of rows of different lengths: compared with plain PyTorch in float32, again and again."""
+    """More tiles than processors, of rows of different lengths: as plain PyTorch in float32 has it, again and again."""
     torch.manual_seed(0)
     seq, heads = 4096, 16
     shape = seq // block[0], seq // block[1]
