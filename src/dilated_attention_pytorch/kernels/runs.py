@@ -23,7 +23,7 @@ DKV = {32: (64, 4), 64: (64, 4), 128: (64, 3)}
 DQ = {32: (128, 2), 64: (128, 2), 128: (64, 3)}
 # What pairs cost, where those of even blocks on the kernels for Hopper cost 1. Tiles of runs are not all full and not
 # all walked by all of their rows; plain kernels have half the rate; of mixed blocks every pair is counted.
-OF_RUNS, PLAIN, MIXED = 1.3, 2.0, 6.0
+OF_RUNS, PLAIN, MIXED = 1.75, 2.0, 6.0
 
 
 def padded_width(head_dim: int) -> int:
@@ -51,12 +51,12 @@ def why_not(tensors: Sequence[Tensor], layout: BlockLayout, options: CallOptions
 
 
 def _too_much(runs: Runs, layout: BlockLayout, blocks_on_hopper: bool) -> str:
-    """Blocks count a key once that several branches hold, where segments and lengths allow it."""
+    """Both read a key once that several branches hold, where segments allow it."""
     of_blocks = (runs.even_pairs + MIXED * runs.mixed_pairs) * (1.0 if blocks_on_hopper else PLAIN)
     of_runs = OF_RUNS * runs.pairs
     if of_runs < of_blocks:
         return ""
-    return f"blocks have less work, {of_blocks:.3g} to {of_runs:.3g} pairs a sample: shared keys count once"
+    return f"blocks have less work, {of_blocks:.3g} to {of_runs:.3g} pairs a sample"
 
 
 def reachable(x: Tensor) -> bool:

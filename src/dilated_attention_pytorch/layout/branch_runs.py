@@ -134,7 +134,7 @@ class Runs:
         reason: why it cannot; else empty.
         is_causal: whether keys behind a query are hidden.
         even_pairs, mixed_pairs: what blocks hold, of all lists: those that count alike, and those counted one by one.
-        pairs: what tiles of runs hold, if each walked what one of its rows sees.
+        pairs: what tiles of runs hold, if all of their rows saw the same.
     """
 
     reason: str
@@ -172,9 +172,18 @@ def _runs_of_layout(layout: BlockLayout) -> Runs:
     if layout.has_mixed_blocks:
         mixed = int((layout.by_query.rule_ids[: layout.num_active_blocks] == 0).sum()) * size
     even = layout.num_active_blocks * size - mixed
-    seq = layout.seq_q
-    pairs = sum(seq * min(w, seq) / r**2 for head in whole.heads for w, r, _ in head)
+    pairs = sum(_pairs_of(head, layout.seq_q) for head in whole.heads)
     return Runs("", whole.is_causal, even, mixed, int(pairs / 2 if whole.is_causal else pairs))
+
+
+def _pairs_of(head: Sequence[Branch], seq: int) -> float:
+    """About how many pairs of keys and queries are walked: a branch leaves those in a parent's segment to it."""
+    total = 0.0
+    branches = sorted((r, min(w, seq)) for w, r, _ in head)
+    for i, (r, w) in enumerate(branches):
+        left = max((inner for step, inner in branches[:i] if r % step == 0 and inner <= w), default=0)
+        total += seq * (w - left) / r**2
+    return total
 
 
 def flattened(layout: BlockLayout) -> tuple[list[Tensor], list[int]]:
@@ -189,32 +198,3 @@ def unflatten_into(layout: BlockLayout, tensors: Sequence[Tensor], sizes: Sequen
     is_causal, even, mixed, pairs, *dilations = sizes
     layout._derived["runs"] = Runs("", bool(is_causal), even, mixed, pairs)
     layout._derived["run_plan"] = RunPlan(tuple(r for r in dilations if r), *tensors)
-
-
-def counted(plan: RunPlan, num_heads: int, seq: int, *, of_keys: bool = False, is_causal: bool = False) -> Tensor:
-    """int32 [heads, seq, seq]: how often the plan pairs a query with a key, as kernels read it. For tests."""
-    found = torch.zeros(num_heads, seq, seq, dtype=torch.int32)
-    work, runs = (plan.key_work, plan.key_runs) if of_keys else (plan.work, plan.runs)
-    for head, at, start, parts, _, _ in work.tolist():
-        rows = plan.rows[at].long()
-        for run in runs[start:].tolist():
-            if parts <= 0:
-                break
-            _, dilation, column, first, length, all_from, all_to, begin, end, table, phase, period = run
-            parts -= max(1, -(-length // TILE))
-            lane = torch.arange(length)
-            own = rows // dilation - first
-            inside = (rows >= begin) & (rows < end) & (rows % dilation == column)
-            seen = inside[:, None].expand(-1, length)
-            if is_causal:
-                seen = seen & (lane >= own[:, None] if of_keys else lane <= own[:, None])
-            whole = (lane >= all_from) & (lane < all_to)
-            seen = seen | whole
-            token = (first + lane) * dilation + column
-            real = rows >= 0
-            times = plan.tables[table + (phase + lane) % period].int() if period else torch.ones_like(lane).int()
-            pair = seen[real].int() * times
-            one, other = rows[real][:, None].expand_as(pair), token[None].expand_as(pair)
-            index = (other, one) if of_keys else (one, other)
-            found[head].index_put_(index, pair, accumulate=True)
-    return found
