@@ -44,8 +44,8 @@ def why_not(tensors: Sequence[Tensor], layout: BlockLayout, options: CallOptions
         return "runs are for heads of a multiple of 8 up to 128, v as wide as q and k"
     if not all(map(reachable, tensors)):
         return "the copy engine cannot read these strides or addresses"
-    if "runs" not in layout._derived and layout.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return "runs are not found while a CUDA graph is captured: make the call once before"
+    if "run_plan" not in layout._derived and layout.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return "runs are not planned while a CUDA graph is captured: make the call once before"
     runs = runs_of(layout)
     return runs.reason or _too_much(runs, layout, blocks_on_hopper)
 
