@@ -13,12 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from .lists import HOST
 from .run_tiles import TILE, WALKED, Branch, Tables, tiles_of
 from .runs import edges_of
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .layout import BlockLayout
 
 LEVELS = 16  # of lengths of tiles
+MOST_ON_HOST = 1 << 18  # tokens whose plan is made on the host
 MOST_DILATIONS = 6
 NUM_TENSORS, NUM_SIZES = 6, 4 + MOST_DILATIONS  # of `flattened`
 # Fields of a tile: its list (of a head, or of all heads if there is one), its place in `rows`, its first run, and its
@@ -76,8 +77,8 @@ def plan_runs(heads: Sequence[Sequence[Branch]], seq: int, is_causal: bool, devi
     dilations = tuple(sorted({r for head in heads for _, r, _ in head}))
     different = list(dict.fromkeys(map(tuple, heads)))
     of_head = [different.index(tuple(head)) for head in heads]
-    tables = Tables()
-    tiles = [tiles_of(head, dilations, seq, is_causal, tables, device) for head in different]
+    tables, cuts = Tables(), dict[tuple[Branch, ...], int]()
+    tiles = [tiles_of(head, dilations, seq, is_causal, tables, cuts, device) for head in different]
     at = torch.tensor([0, *(len(each.rows) for each in tiles)]).cumsum(0).tolist()
     work, runs = _joined([(each.tile, each.runs, len(each.rows)) for each in tiles], of_head, at)
     key_work, key_runs = work, runs
@@ -156,9 +157,14 @@ def plan_of(layout: BlockLayout) -> RunPlan:
     """The plan of a layout that has runs; made once."""
     if "run_plan" in layout._derived:
         return layout._derived["run_plan"]
-    whole: WholeBranches = layout._derived["whole"]
-    make = partial(plan_runs, whole.heads, layout.seq_q, whole.is_causal, layout.device)
-    return layout._derive("run_plan", make)
+    return layout._derive("run_plan", lambda: _made(layout._derived["whole"], layout))
+
+
+def _made(whole: WholeBranches, layout: BlockLayout) -> RunPlan:
+    """A short plan is many small steps, which a GPU would wait for more than work at."""
+    device = HOST if layout.seq_q <= MOST_ON_HOST else layout.device
+    plan = plan_runs(whole.heads, layout.seq_q, whole.is_causal, device)
+    return RunPlan(plan.dilations, *(x.to(layout.device) for x in plan.tensors()))
 
 
 def _runs_of_layout(layout: BlockLayout) -> Runs:
