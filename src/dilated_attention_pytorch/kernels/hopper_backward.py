@@ -49,6 +49,8 @@ from .hopper_common import (
 )
 from .hopper_dkv import Sums, compute_dkv, modify
 
+DS_STAGES = gl.constexpr(2)
+
 
 @aggregate
 class Rings:
@@ -61,12 +63,6 @@ class Rings:
     stream_b: gl.shared_memory_descriptor
     lse: gl.shared_memory_descriptor
     delta: gl.shared_memory_descriptor
-
-    @gluon.jit
-    def own_half(self, turn, half):
-        """64 rows of a turn's tile, of a and of b."""
-        place = 2 * self.own.place(turn) + half
-        return self.own.buffers.index(place), self.own_b.index(place)
 
 
 @aggregate
@@ -89,23 +85,11 @@ class HeadLists:
 
 
 @gluon.jit
-def _fetch_own(own_a, own_b, turn, tile, rings, step_a, step_b, D: gl.constexpr):
-    bar = rings.own.acquire(turn, 2 * TILE * D * BYTES)
-    for half in gl.static_range(2):
-        row, column = tile.row + half * ROWS, tile.head * D
-        at = [tile.sample, row, column + tile.residue * step_a]
-        a, b = rings.own_half(turn, half)
-        load_block(own_a, at, bar, as_block(a, own_a))
-        at = [tile.sample, row, column + tile.residue * step_b]
-        load_block(own_b, at, bar, as_block(b, own_b))
-
-
-@gluon.jit
 def _fetch(
     own_a, own_b, stream_a, stream_b, of_rows, batch, rings, lists, head_lists, steps,
     D: gl.constexpr, OF_KEYS: gl.constexpr,
 ):  # fmt: skip
-    stream = rings.stream
+    own, stream = rings.own, rings.stream
     own_step_a, own_step_b, step_a, step_b = steps
     tile_heads = lists.heads // lists.group if OF_KEYS else lists.heads
     STREAM: gl.constexpr = lists.STREAM
@@ -116,7 +100,13 @@ def _fetch(
         # A tile of keys is walked by every query head of its key head, a tile of queries by its key head alone.
         first_list_head = lists.group if OF_KEYS else 1
         tile = lists.tile(turn, tile_heads, first_list_head)
-        sent = 0
+        bar = own.acquire(turn, 2 * TILE * D * BYTES)
+        for half in gl.static_range(2):
+            row, column = tile.row + half * ROWS, tile.head * D
+            at = [tile.sample, row, column + tile.residue * own_step_a]
+            load_block(own_a, at, bar, as_block(own.buffers.index(half), own_a))
+            at = [tile.sample, row, column + tile.residue * own_step_b]
+            load_block(own_b, at, bar, as_block(rings.own_b.index(half), own_b))
         for member in range(lists.group if OF_KEYS else 1):
             other = tile.head * lists.group + member if OF_KEYS else tile.head // lists.group
             begin, _, end = head_lists.entries(tile, other, lists)
@@ -136,12 +126,6 @@ def _fetch(
                 at = [tile.sample, row, other * D + residue * step_b]
                 load_block(stream_b, at, bar, as_block(rings.stream_b.index(place), stream_b))
                 step += 1
-                sent += 1
-                # The first parts have room before the tile itself has, which waits until the one before it is done.
-                if sent == stream.NUM_STAGES:
-                    _fetch_own(own_a, own_b, turn, tile, rings, own_step_a, own_step_b, D)
-        if sent < stream.NUM_STAGES:
-            _fetch_own(own_a, own_b, turn, tile, rings, own_step_a, own_step_b, D)
 
 
 @gluon.jit
@@ -170,10 +154,10 @@ def _compute_dq(
     query_lane = gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
     key_lane = gl.arange(0, STREAM, gl.SliceLayout(0, SCORES))
     nothing = gl.zeros([ROWS, STREAM], gl.float32, SCORES)
+    q, grad = rings.own.buffers.index(WHO), rings.own_b.index(WHO)
     step = 0
     for turn in range(lists.turns()):
         tile = lists.tile(turn, lists.heads, 1)
-        q, grad = rings.own_half(turn, WHO)
         row = tile.row + WHO * ROWS + query_lane
         query = gl.expand_dims(lists.token(row, tile.residue), 1)
         list_id = lists.list_of(tile.sample, tile.head)
@@ -273,7 +257,7 @@ def backward_kernel(
     NEGATIVE_SCALE: gl.constexpr, HAS_RULE_IDS: gl.constexpr, ONE_INTERVAL: gl.constexpr, DOCUMENTS: gl.constexpr,
     PADDING: gl.constexpr, DOCUMENT_IDS: gl.constexpr, DILATED: gl.constexpr, SOFTCAP: gl.constexpr,
     ALIBI: gl.constexpr, DROPOUT: gl.constexpr, OWN_LISTS: gl.constexpr, OF_KEYS: gl.constexpr,
-    SUMS: gl.constexpr, DS_STAGES: gl.constexpr, OUT_SLOTS: gl.constexpr, OWN_STAGES: gl.constexpr, LOWP: gl.constexpr,
+    SUMS: gl.constexpr,
 ):  # fmt: skip
     """dk and dv (OF_KEYS; the lists are those by key) or dq.
 
@@ -281,24 +265,22 @@ def backward_kernel(
     """
     OWN_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], q.dtype)
     STREAM_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([STREAM, D], q.dtype)
-    own_a = gl.allocate_shared_memory(q.dtype, [2 * OWN_STAGES, ROWS, D], OWN_LAYOUT)
-    own_b = gl.allocate_shared_memory(q.dtype, [2 * OWN_STAGES, ROWS, D], OWN_LAYOUT)
+    own_a = gl.allocate_shared_memory(q.dtype, [2, ROWS, D], OWN_LAYOUT)
+    own_b = gl.allocate_shared_memory(q.dtype, [2, ROWS, D], OWN_LAYOUT)
     stream_a = gl.allocate_shared_memory(q.dtype, [NUM_STAGES, STREAM, D], STREAM_LAYOUT)
     stream_b = gl.allocate_shared_memory(q.dtype, [NUM_STAGES, STREAM, D], STREAM_LAYOUT)
     lse_rows = gl.allocate_shared_memory(gl.float32, [NUM_STAGES, 1, STREAM], of_rows.layout)
     delta_rows = gl.allocate_shared_memory(gl.float32, [NUM_STAGES, 1, STREAM], of_rows.layout)
-    own = Ring(own_a, new_barriers(OWN_STAGES), new_barriers(OWN_STAGES), OWN_STAGES)
+    own = Ring(own_a, new_barriers(1), new_barriers(1), gl.constexpr(1))
     stream = Ring(stream_a, new_barriers(NUM_STAGES), new_barriers(NUM_STAGES), NUM_STAGES)
-    for place in gl.static_range(OWN_STAGES):
-        own.init(place)
+    own.init(0)
     for place in gl.static_range(NUM_STAGES):
         stream.init(place)
     rings = Rings(own, own_b, stream, stream_b, lse_rows, delta_rows)
-    sums = Sums(own, own_a, SUMS, OUT_SLOTS)  # unused
+    sums = Sums(own, own_a, SUMS)  # unused
     if OF_KEYS:
-        WIDTH: gl.constexpr = D * OUT_SLOTS
-        STAGE_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, WIDTH], q.dtype)
-        stage = gl.allocate_shared_memory(q.dtype, [2, ROWS, WIDTH], STAGE_LAYOUT)
+        STAGE_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, 128], q.dtype)
+        stage = gl.allocate_shared_memory(q.dtype, [2, ROWS, 128], STAGE_LAYOUT)
         ds = own
         if SUMS:
             DS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, STREAM], q.dtype)
@@ -306,7 +288,7 @@ def backward_kernel(
             ds = Ring(of_ds, new_barriers(DS_STAGES), new_barriers(DS_STAGES), DS_STAGES)
             for place in gl.static_range(DS_STAGES):
                 ds.init(place, 2)
-        sums = Sums(ds, stage, SUMS, OUT_SLOTS)
+        sums = Sums(ds, stage, SUMS)
     OWN_BLOCK: gl.constexpr = BLOCK_K if OF_KEYS else BLOCK_Q
     BLOCK: gl.constexpr = BLOCK_Q if OF_KEYS else BLOCK_K
     lists = Lists(
@@ -322,8 +304,8 @@ def backward_kernel(
     if OF_KEYS:
         steps = (k_step, v_step, q_step, g_step)
         gl.warp_specialize([
-            (compute_dkv, (0, dk, dv, dq, scale_out, rings, sums, lists, head_lists, masks, mods, D, LOWP)),
-            (compute_dkv, (1, dk, dv, dq, scale_out, rings, sums, lists, head_lists, masks, mods, D, LOWP)),
+            (compute_dkv, (0, dk, dv, dq, scale_out, rings, sums, lists, head_lists, masks, mods, D)),
+            (compute_dkv, (1, dk, dv, dq, scale_out, rings, sums, lists, head_lists, masks, mods, D)),
             (_fetch, (k, v, q, grad, of_rows, batch, rings, lists, head_lists, steps, D, True)),
         ], [4, 1], [COMPUTE_REGS, FETCH_REGS])  # fmt: skip
     else:

@@ -121,15 +121,15 @@ def as_block(buffer, descriptor):
 
 
 @gluon.jit
-def retyped(buffer, descriptor, NUM: gl.constexpr):
-    """A buffer of as many bytes, or more, as NUM times [rows, D] of a descriptor's block."""
-    block: gl.constexpr = descriptor.block_type.shape[1:]
-    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(block, descriptor.dtype)
+def retyped(buffer, descriptor):
+    """A buffer of as many bytes, or more, as [rows, D] of a descriptor's block."""
+    shape: gl.constexpr = descriptor.block_type.shape[1:]
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(shape, descriptor.dtype)
     if RENAMED:
-        blocks = buffer.reinterpret(descriptor.dtype, [NUM, block[0], block[1]], layout)
+        block = buffer.reinterpret(descriptor.dtype, shape, layout)
     else:
-        blocks = buffer._reinterpret(descriptor.dtype, [NUM, block[0], block[1]], layout)
-    return blocks
+        block = buffer._reinterpret(descriptor.dtype, shape, layout)
+    return block
 
 
 @gluon.jit

@@ -46,9 +46,6 @@ else:
     HAVE_GLUON = not INTERPRETED
 
 
-NARROW_FUSED = False
-OWN = {64: 2, 128: 1}
-EXPERIMENT = {"DS_STAGES": 2, "OUT_SLOTS": 2, "LOWP": False}
 Grads = tuple[Tensor, Tensor, Tensor]
 # To hash every pair takes longer than all products of small heads, and the plain kernel has more warps for it.
 SMALL_HEAD = 64
@@ -342,14 +339,9 @@ class Call:
     ) -> None:
         layout = self.layout
         stream, num_stages = HOPPER_BACKWARD[self.head_dim]
-        own_stages = OWN[self.head_dim] if of_keys else 1
         if fused:
             stream, num_stages = HOPPER_FUSED[self.head_dim]
-        if (
-            of_keys
-            and (not fused or (NARROW_FUSED and self.head_dim == 64))
-            and (self.flags["SOFTCAP"] or self.flags["ALIBI"] or self.flags["DROPOUT"])
-        ):
+        if of_keys and (self.flags["SOFTCAP"] or self.flags["ALIBI"] or self.flags["DROPOUT"]):
             stream, num_stages = HOPPER_DKV_NARROW
         stream = min(stream, layout.block_q if of_keys else layout.block_k)
         kind = 0
@@ -377,7 +369,7 @@ class Call:
                 (self.batch, *self.sizes, num_blocks, *self.list_sizes, *schedule, walked // layout.num_residues,
                  *(x.stride(1) for x in inputs), self.exp_scale, self.scale, self.cap, *self.dropout),
                 **self._hopper_flags(), STREAM=stream, NUM_STAGES=num_stages, OWN_LISTS=self.own_lists, OF_KEYS=of_keys,
-                SUMS=kind, OWN_STAGES=own_stages, **EXPERIMENT, num_warps=4, maxnreg=168,
+                SUMS=kind, num_warps=4, maxnreg=168,
             )  # fmt: skip
 
     def _schedules(self, rows: int, tiles: int, heads: int) -> tuple[tuple[int, TileSchedule], ...]:
