@@ -150,18 +150,6 @@ def retyped(buffer, descriptor):
 
 
 @gluon.jit
-def parted(buffer, NUM: gl.constexpr):
-    """A buffer [rows, D] as NUM of [rows, D / NUM]."""
-    shape: gl.constexpr = [NUM, buffer.shape[0], buffer.shape[1] // NUM]
-    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(shape[1:], buffer.dtype)
-    if RENAMED:
-        parts = buffer.reinterpret(buffer.dtype, shape, layout)
-    else:
-        parts = buffer._reinterpret(buffer.dtype, shape, layout)
-    return parts
-
-
-@gluon.jit
 def as_blocks(buffer, descriptor):
     """A buffer [rows, D] as [1, rows, 1, 1, D], of which a slice of rows has the shape of a descriptor's box."""
     if RENAMED:
