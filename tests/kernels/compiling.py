@@ -167,8 +167,7 @@ RUNS = (100, 200, 300, 400, 500, 512)  # as many dilations as there may be
 HOPPER_CALLS = {
     "large tiles": {"head_dim": 128, "dtype": torch.bfloat16},
     "narrow keys": {"head_dim": 64, "dtype": torch.bfloat16, "block": (128, 64)},
-    "small heads": {"head_dim": 32, "dtype": torch.bfloat16},
-    "odd heads, narrow values": {"head_dim": 80, "head_dim_v": 40, "dtype": torch.bfloat16},
+    "odd heads, narrow values": {"head_dim": 80, "head_dim_v": 24, "dtype": torch.bfloat16},
     "gathered keys": {"head_dim": 128, "dtype": torch.bfloat16, "block": (128, 16)},
     "gathered keys, masks": {"head_dim": 64, "dtype": torch.bfloat16, "block": (128, 32), "masks": True},
     "gathered keys, dropped": {

@@ -35,6 +35,7 @@ LAUNCHES = {
     "patches, single precision": 2 + 16, "antidiagonals": 1, "antidiagonals, single precision": 1, "sampled": 1,
     "window": 4, "rules of documents": 5,
 }  # fmt: skip
+LARGE = ("large heads", "narrow values")  # on Hopper dk and dv apart
 
 
 def compiled_for(capability):
@@ -70,7 +71,8 @@ def test_compiles(capability):
     assert done.returncode == 0, done.stderr[-2000:]
     kernels = [json.loads(line) for line in done.stdout.splitlines()]
     assert Counter(kernel["call"] for kernel in kernels) == {
-        name: LAUNCHES.get(name, 2 if name in SELECTIONS else 4) for name in calls
+        name: LAUNCHES.get(name, 2 if name in SELECTIONS else 4) + (capability == "9.0" and name in LARGE)
+        for name in calls
     }
     names = {kernel["kernel"] for kernel in kernels}
     assert names >= {"key_bits_kernel", "padded_lists_kernel"}
@@ -81,7 +83,7 @@ def test_compiles(capability):
     for kernel in kernels:
         assert kernel["shared"] <= KIB[capability] * 1024, kernel
         assert kernel.get("unwritten", []) == [], kernel
-    assert sum("unwritten" in kernel for kernel in kernels) == (40 if capability == "9.0" else 0)
+    assert sum("unwritten" in kernel for kernel in kernels) == (59 if capability == "9.0" else 0)
 
 
 LOOPS = """

@@ -70,11 +70,11 @@ def test_the_named_kernels_are_those_that_are_launched(name, capability):
     assert all(kernels.startswith(("warp-specialised", "plain Triton: ")) for kernels in named.values())
 
 
-def named_and_launched(width, width_v, last_stride=1, **options):
+def named_and_launched(width, width_v, last_stride=1, block=128, **options):
     """What is named and what is launched for heads of some width, whose rows lie so far apart."""
     q, k = (torch.empty(1, 512, 4, width + last_stride - 1, dtype=torch.float16)[..., :width] for _ in range(2))
     v, do = (torch.empty(1, 512, 4, width_v, dtype=torch.float16) for _ in range(2))
-    layout = BlockLayout.from_pattern(SlidingWindow(100, 0), 512, block_size=128)
+    layout = BlockLayout.from_pattern(SlidingWindow(100, 0), 512, block_size=block)
     options = CallOptions(1.0, **options)
     with recorded((9, 0)) as launches:
         named = launch.kernels_of(q, k, v, layout, options)
@@ -93,12 +93,18 @@ def test_heads_of_every_multiple_of_8(width, width_v):
         assert all(found.values())
 
 
+@pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize("widths", [(192, 128), (256, 256), (64, 200)])
-def test_large_heads_have_a_forward_alone(widths):
-    named, found = named_and_launched(*widths)
-    assert found == {"forward": True, "backward, dk and dv": False, "backward, dq": False}
-    assert named.pop("forward") == "warp-specialised, for Hopper"
-    assert set(named.values()) == {"plain Triton: the others are for heads of at most 128"}
+def test_gradients_of_large_heads_come_apart(widths, deterministic):
+    named, found = named_and_launched(*widths, deterministic=deterministic)
+    assert found == dict.fromkeys(("forward", "backward, dk and dv", "backward, dq"), True)
+    assert named == dict.fromkeys(found, "warp-specialised, for Hopper")
+
+
+def test_large_heads_want_large_blocks():
+    named, found = named_and_launched(192, 128, block=64)
+    assert not any(found.values())
+    assert named["forward"] == "plain Triton: the others are for heads of at most 128"
 
 
 @pytest.mark.parametrize("widths", [(60, 64), (64, 60)])

@@ -29,9 +29,11 @@ HOPPER_FORWARD = {32: (128, 2, 3), 64: (128, 2, 3), 128: (128, 2, 2), 256: (64, 
 # the same where each warpgroup has blocks of 64 queries, and buffers, of its own;
 HOPPER_FORWARD_ALONE = {32: (128, 2, 3), 64: (128, 2, 3), 128: (64, 2, 2)}
 # rows of a streamed tile, and how many are in flight.
-HOPPER_BACKWARD = {32: (128, 2), 64: (128, 2), 128: (64, 3)}
+HOPPER_BACKWARD = {32: (128, 2), 64: (128, 2), 128: (64, 3), 256: (32, 2)}
+# The same of boxes of 256 of q and k, or of v, alone.
+HOPPER_BACKWARD_HALF = (64, 2)
 # The same where dk, dv and dq come of one kernel.
-HOPPER_FUSED = {64: (64, 3), 128: (64, 2)}
+HOPPER_FUSED = {64: (128, 2), 128: (64, 2)}
 # For dk and dv with a softcap, slopes or dropout: larger tiles leave too few registers (1.1 to 1.7 times slower).
 HOPPER_DKV_NARROW = (64, 3)
 

@@ -51,6 +51,10 @@ from .hopper_common import (
     real_keys,
 )
 from .hopper_dkv import Sums, compute_dkv, modify
+from .hopper_large import OF_KEYS as LARGE_KEYS
+from .hopper_large import compute_alone
+
+DS_STAGES = gl.constexpr(2)
 
 
 @aggregate
@@ -271,9 +275,9 @@ def backward_kernel(
     NEGATIVE_SCALE: gl.constexpr, HAS_RULE_IDS: gl.constexpr, ONE_INTERVAL: gl.constexpr, DOCUMENTS: gl.constexpr,
     PADDING: gl.constexpr, DOCUMENT_IDS: gl.constexpr, DILATED: gl.constexpr, SOFTCAP: gl.constexpr,
     ALIBI: gl.constexpr, DROPOUT: gl.constexpr, OWN_LISTS: gl.constexpr, OF_KEYS: gl.constexpr,
-    SUMS: gl.constexpr, AHEAD: gl.constexpr, HELD: gl.constexpr, DS_STAGES: gl.constexpr,
+    ALONE: gl.constexpr, SUMS: gl.constexpr,
 ):  # fmt: skip
-    """dk and dv (OF_KEYS; the lists are those by key) or dq.
+    """dk and dv (OF_KEYS; the lists are those by key), one of them where it is ALONE (`hopper_large`), or dq.
 
     `q`, `k`, `v` and `grad` are descriptors, and `of_rows` one of `lse` and `delta` together. D and D_V are the widths
     of boxes, WIDTH that of a head of q.
@@ -295,9 +299,10 @@ def backward_kernel(
         stream.init(place)
     rings = Rings(own, own_b, stream, stream_b, lse_rows, delta_rows)
     sums = Sums(own, own_a, SUMS)  # unused
-    if OF_KEYS:
-        STAGE_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, 128], q.dtype)
-        stage = gl.allocate_shared_memory(q.dtype, [2, ROWS, 128], STAGE_LAYOUT)
+    if OF_KEYS and not ALONE:
+        STAGE_WIDTH: gl.constexpr = max(D, D_V, 128)
+        STAGE_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, STAGE_WIDTH], q.dtype)
+        stage = gl.allocate_shared_memory(q.dtype, [2, ROWS, STAGE_WIDTH], STAGE_LAYOUT)
         ds = own
         if SUMS:
             DS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, STREAM], q.dtype)
@@ -319,10 +324,19 @@ def backward_kernel(
         HAS_RULE_IDS, ONE_INTERVAL, DOCUMENTS, PADDING, DOCUMENT_IDS,
     )  # fmt: skip
     mods = ScoreMods(scale, cap, slopes, seed, threshold, keep_scale, NEGATIVE_SCALE, SOFTCAP, ALIBI, DROPOUT)
-    if OF_KEYS:
+    if OF_KEYS and ALONE:
+        of_k: gl.constexpr = ALONE == LARGE_KEYS
+        out = dk if of_k else dv
+        WIDTH_OUT: gl.constexpr = D if of_k else D_V
         gl.warp_specialize([
-            (compute_dkv, (0, dk, dv, dq, scale_out, rings, sums, lists, head_lists, masks, mods, D, D_V, AHEAD, HELD)),
-            (compute_dkv, (1, dk, dv, dq, scale_out, rings, sums, lists, head_lists, masks, mods, D, D_V, AHEAD, HELD)),
+            (compute_alone, (0, out, scale_out, rings, lists, head_lists, masks, mods, WIDTH_OUT, ALONE)),
+            (compute_alone, (1, out, scale_out, rings, lists, head_lists, masks, mods, WIDTH_OUT, ALONE)),
+            (_fetch, (k, v, q, grad, of_rows, batch, rings, lists, head_lists, D, D_V, True)),
+        ], [4, 1], [COMPUTE_REGS, FETCH_REGS])  # fmt: skip
+    elif OF_KEYS:
+        gl.warp_specialize([
+            (compute_dkv, (0, dk, dv, dq, scale_out, rings, sums, lists, head_lists, masks, mods, D, D_V)),
+            (compute_dkv, (1, dk, dv, dq, scale_out, rings, sums, lists, head_lists, masks, mods, D, D_V)),
             (_fetch, (k, v, q, grad, of_rows, batch, rings, lists, head_lists, D, D_V, True)),
         ], [4, 1], [COMPUTE_REGS, FETCH_REGS])  # fmt: skip
     else:

@@ -1,19 +1,19 @@
 """dk and dv on Hopper, warp-specialised, and with them dq where it may be added up in any order.
 
-`compute_dkv` is what each of the two warpgroups of `hopper_backward` does with its 64 keys of a tile. A step has four
-products; where dq is summed too there is a fifth, which the warpgroups share:
+`compute_dkv` is what each of the two warpgroups of `hopper_backward` does with its 64 keys of a tile. A step is a part
+of STREAM queries, with four products: S = K Qᵀ, dP = V dOᵀ, dV += P dO, dK += dS Q. Where there is no dq, S of the next
+step is asked for before the rest of a step is waited for. Where there is, a fifth product takes its place:
 
-    step        s − 1                    s                        s + 1
-    products    dv, dk, dq(s − 2), S(s)  dP, dv, dk, dq(s − 1), S(s + 1)
-    in between  dS(s − 1) ──────────────▶ read by dq(s − 1)
+    step s    S, dP ──▶ P ──▶ dV, dS(s) ──▶ dK ──▶ dq(s − 1) = dS(s − 1)ᵀ K ──▶ added to memory
+                               └─▶ shared memory, for step s + 1
 
-The scores of a step are asked for in the step before, and dq is a step behind, so that the matrix units have work
-while weights are computed, and a warpgroup may be up to half a step ahead of the other. dS goes through shared memory:
+dq is a step behind, so that the matrix units have work while dS is written, and a warpgroup may be some half of a step
+ahead of the other. dS goes through shared memory:
 
     guard     arrives                               waits                                        count
     ds.ready  each warpgroup, its dS is written     each warpgroup, before dq of that step       2
-    ds.empty  each warpgroup, dq of the step is     each warpgroup, before it writes dS two      2
-              computed                              steps later
+    ds.empty  each warpgroup, dq of the step is     each warpgroup, before it writes dS          2
+              computed                              two steps later
 
 How dq is summed (SUMS):
 
@@ -21,8 +21,9 @@ How dq is summed (SUMS):
             queries, or with heads of 64 half of the rows of 128 queries. One addition a number
     OWN     each multiplies its own dS with its own keys: nobody waits for the other, two additions a number
 
-A warpgroup leaves its 64 × 64 numbers in a buffer of its own, from which the copy engine adds them to float32 sums in
-global memory, in the order in which they lie in registers (`sum_place`): `round_kernel` puts them in order.
+A warpgroup leaves its 64 × 64 numbers in its stage, from which the copy engine adds them to float32 sums in global
+memory, in the order in which threads hold them: as rows and columns they would meet in the same banks.
+`backward.round_kernel` puts them in order. The last dq of a tile follows its last step; dk and dv leave by the stage.
 """
 
 from triton.experimental import gluon
@@ -102,7 +103,7 @@ class Sums:
 
 
 @gluon.jit
-def _keys_of(tile, lane, WHO: gl.constexpr, lists, masks, mods, BOUNDED: gl.constexpr):
+def keys_of(tile, lane, WHO: gl.constexpr, lists, masks, mods, BOUNDED: gl.constexpr):
     key = gl.expand_dims(lists.token(tile.row + WHO * ROWS + lane, tile.residue), 1)
     first, reach, state, real = key, key, 0, key
     if masks.PADDING:
@@ -120,7 +121,7 @@ def _keys_of(tile, lane, WHO: gl.constexpr, lists, masks, mods, BOUNDED: gl.cons
 
 
 @gluon.jit
-def _walk_of(member, tile, lists, head_lists, mods):
+def walk_of(member, tile, lists, head_lists, mods):
     head = tile.head * lists.group + member
     begin, split, end = head_lists.entries(tile, head, lists)
     exp_scale, slope = mods.scale, 0.0
@@ -152,7 +153,7 @@ def modify(scores, query, key, origin, slope, masks, mods):
 
 
 @gluon.jit
-def _weights(
+def weights_of(
     scores, lse, other, i, keys, walk, tile, query_lane, lists, masks, mods,
     BOUNDED: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
@@ -206,7 +207,7 @@ def _weights(
 
 
 @gluon.jit
-def _dscores(weights, dweights, delta, mods):
+def dscores_of(weights, dweights, delta, mods):
     row_delta = as_row(delta).load(gl.SliceLayout(0, dweights.type.layout))
     if mods.DROPOUT:
         dweights = gl.where(weights > 0.0, dweights, 0.0)
@@ -224,9 +225,8 @@ def _publish(dscores, step, WHO: gl.constexpr, sums):
     ds.buffers.index(2 * ds.place(step) + WHO).store(dscores)
     fence_async_shared()
     tma.store_wait(0)
-    if sums.KIND == OWN:
-        barrier()
-    else:  # waits for the threads of the warpgroup
+    barrier()
+    if sums.KIND == HALVES:
         mbarrier.arrive(ds.ready.index(ds.place(step)), count=1)
 
 
@@ -287,12 +287,13 @@ def _store(x, value, tile, WHO: gl.constexpr, sums):
 @gluon.jit
 def compute_dkv(
     WHO: gl.constexpr, dk, dv, total, scale_out, rings, sums, lists, head_lists, masks, mods,
-    D: gl.constexpr, D_V: gl.constexpr, AHEAD: gl.constexpr, HELD: gl.constexpr,
+    D: gl.constexpr, D_V: gl.constexpr,
 ):  # fmt: skip
     stream, ds = rings.stream, sums.ds
     STREAM: gl.constexpr = lists.STREAM
     PARTS: gl.constexpr = lists.BLOCK // STREAM
     SUMS: gl.constexpr = sums.KIND
+    AHEAD: gl.constexpr = SUMS == NO_SUMS  # with dq too there are no registers for it
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STREAM, 16])  # keys × queries
     GRADS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     GRADS_V: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D_V, 16])
@@ -307,20 +308,16 @@ def compute_dkv(
     key_lane = gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
     query_lane = gl.arange(0, STREAM, gl.SliceLayout(0, SCORES))
     nothing = gl.zeros([ROWS, STREAM], gl.float32, SCORES)
+    k, v = rings.own.buffers.index(WHO), rings.own_b.index(WHO)
     step = 0
     for turn in range(lists.turns()):
         tile = lists.tile(turn, heads_kv, lists.group)
-        keys = _keys_of(tile, key_lane, WHO, lists, masks, mods, BOUNDED)
+        keys = keys_of(tile, key_lane, WHO, lists, masks, mods, BOUNDED)
         first_step, last_step = step, step + _num_steps(tile, lists, head_lists)
         target = 0
         dkeys = gl.zeros([ROWS, D], gl.float32, GRADS)
         dvalues = gl.zeros([ROWS, D_V], gl.float32, GRADS_V)
         rings.own.wait(turn)
-        if HELD:
-            k = rings.own.buffers.index(WHO).load(gl.DotOperandLayout(0, SCORES, 2))
-            v = rings.own_b.index(WHO).load(gl.DotOperandLayout(0, SCORES, 2))
-        else:
-            k, v = rings.own.buffers.index(WHO), rings.own_b.index(WHO)
         if AHEAD:  # noqa: SIM102
             if step < last_step:
                 stream.wait(step)
@@ -333,7 +330,7 @@ def compute_dkv(
             )
             scores = warpgroup_mma_wait(0, deps=[scores])
         for member in range(lists.group):
-            walk = _walk_of(member, tile, lists, head_lists, mods)
+            walk = walk_of(member, tile, lists, head_lists, mods)
             num_full, num = (walk.split - walk.begin) * PARTS, (walk.end - walk.begin) * PARTS
             for MASKED in gl.static_range(2):
                 if MASKED:
@@ -350,7 +347,7 @@ def compute_dkv(
                     pending_dweights = warpgroup_mma(v, grad.permute((1, 0)), nothing, use_acc=False, is_async=True)
                     if not AHEAD:
                         scores = warpgroup_mma_wait(1, deps=[pending_scores])
-                    weights, softcap_grad = _weights(
+                    weights, softcap_grad = weights_of(
                         scores, rings.lse.index(place), other, i, keys, walk, tile, query_lane, lists, masks, mods,
                         BOUNDED, MASKED,
                     )  # fmt: skip
@@ -362,7 +359,7 @@ def compute_dkv(
                         weights *= softcap_grad
                     dweights = warpgroup_mma_wait(0, deps=[pending_dweights])
                     pending_dvalues = warpgroup_mma(operand, grad, dvalues, is_async=True)
-                    dscores = _dscores(weights, dweights, rings.delta.index(place), mods).to(dtype)
+                    dscores = dscores_of(weights, dweights, rings.delta.index(place), mods).to(dtype)
                     pending_dkeys = warpgroup_mma(gl.convert_layout(dscores, OPERAND), q, dkeys, is_async=True)
                     if SUMS:
                         if SUMS == HALVES:  # noqa: SIM102
@@ -380,7 +377,7 @@ def compute_dkv(
                             is_async=True,
                         )  # fmt: skip
                     if SUMS:
-                        dq = warpgroup_mma_wait(1 if AHEAD else 0, deps=[pending_dq])
+                        dq = warpgroup_mma_wait(0, deps=[pending_dq])
                         if step > first_step:
                             if SUMS == HALVES:
                                 ds.release(step - 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 import warnings
@@ -26,6 +27,7 @@ from .common import BY_KEY, cap_kind
 from .configs import (
     FEW_ROWS,
     HOPPER_BACKWARD,
+    HOPPER_BACKWARD_HALF,
     HOPPER_DKV_NARROW,
     HOPPER_FUSED,
     Config,
@@ -44,14 +46,13 @@ from .united import LARGE_BLOCK
 
 INTERPRETED = triton.knobs.runtime.interpret
 try:
-    from . import hopper_backward, hopper_common, hopper_dkv, hopper_forward, runs
+    from . import hopper_backward, hopper_common, hopper_dkv, hopper_forward, hopper_large, runs
 except ImportError:  # Gluon is Triton's experiment: where it lacks what we use, the plain kernels run
     HAVE_GLUON = False
 else:
     HAVE_GLUON = not INTERPRETED
 
 
-EXPERIMENT = {"AHEAD": True, "HELD": False, "DS_STAGES": 2}
 Grads = tuple[Tensor, Tensor, Tensor]
 # To hash every pair takes longer than all products of small heads, and the plain kernel has more warps for it.
 SMALL_HEAD = 64
@@ -252,6 +253,7 @@ class Call:
         self.as_given &= all(map(operator.is_, given, (do, dlse, out, lse)))
         on_hopper = self._on_hopper(HOPPER_BACKWARD, layout.block_k, layout.block_q, q, k, v, do)
         fused = on_hopper and not (wanted or self.deterministic or self.walks_runs)
+        fused = fused and max(self.boxes) <= max(HOPPER_FUSED)
         (dq, dk, dv), of_rows = _gradients(q, k, v, layout, fused=fused)
         padded_q, tile = of_rows[0].shape[-1], min(64, layout.block_q)
         self._launch(
@@ -402,8 +404,11 @@ class Call:
         box, box_v = self.boxes
         if fused:
             box = sums_width(self.head_dim)
+        large = max(box, box_v) > max(HOPPER_FUSED)
         stream, num_stages = (HOPPER_FUSED if fused else HOPPER_BACKWARD)[max(box, box_v)]
-        if of_keys and (self.flags["SOFTCAP"] or self.flags["ALIBI"] or self.flags["DROPOUT"]):
+        if large and min(box, box_v) <= max(HOPPER_FUSED):
+            stream, num_stages = HOPPER_BACKWARD_HALF
+        if of_keys and not large and (self.flags["SOFTCAP"] or self.flags["ALIBI"] or self.flags["DROPOUT"]):
             stream, num_stages = HOPPER_DKV_NARROW
         stream = min(stream, layout.block_q if of_keys else layout.block_k)
         flags, kind = self._hopper_flags(box), 0
@@ -425,15 +430,18 @@ class Call:
         described.append(hopper_common.describe_rows(of_rows[0], stream))
         described += self._described((dk, dv), (64, 64), (box, box_v))
         dqs = hopper_common.describe_sums(dq) if fused else dq
-        for programs, schedule in self._schedules(num_blocks, tiles, heads):
+        # Of large heads dk and dv come one after the other.
+        parts = (hopper_large.OF_KEYS.value, hopper_large.OF_VALUES.value) if of_keys and large else (0,)
+        schedules = self._schedules(num_blocks, tiles, heads)
+        for part, (programs, schedule) in itertools.product(parts, schedules):
             self._launch(
                 hopper_backward.backward_kernel, (programs,),
                 (*described, dqs, *of_rows[1:3], *lists, self.slopes),
                 (self.batch, *self.sizes, num_blocks, lists_per_sample, *self.list_sizes, *schedule,
                  walked // layout.num_residues, self.exp_scale, self.scale, self.cap, *self.dropout),
                 **flags, WIDTH=self.head_dim, STREAM=stream, NUM_STAGES=num_stages,
-                OWN_LISTS=self.own_lists, OF_KEYS=of_keys,
-                SUMS=kind, **EXPERIMENT, num_warps=4, maxnreg=168,
+                OWN_LISTS=self.own_lists, OF_KEYS=of_keys, ALONE=part,
+                SUMS=kind, num_warps=4, maxnreg=168,
             )  # fmt: skip
 
     def _schedules(self, rows: int, tiles: float, heads: int) -> tuple[tuple[int, TileSchedule], ...]:
@@ -533,7 +541,8 @@ def kernels_of(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, options: Ca
     if options.dropout_p > 0 and q.shape[3] <= SMALL_HEAD:
         reasons["forward"] = reasons["forward"] or "it is faster for dropout with small heads"
     named = {part: (f"plain Triton: {why}" if why else kinds[part]) + no_runs for part, why in reasons.items()}
-    if reasons["backward, dk and dv"] is None and not options.learned():
+    fuses = max(q.shape[3], v.shape[3]) <= max(HOPPER_FUSED)
+    if fuses and reasons["backward, dk and dv"] is None and not options.learned():
         if options.deterministic:
             named["backward, dk and dv"] += ": dq apart, for the same bits each time (deterministic=True)"
         else:
