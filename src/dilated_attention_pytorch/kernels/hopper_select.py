@@ -102,6 +102,14 @@ class Kept:
     HEADROOM: gl.constexpr
 
 
+@gluon.constexpr_function
+def neighbours_first(blocks):
+    """The layout of a warpgroup's sums of so many blocks a row: those of a thread lie together."""
+    together = [[0, 1 << bit] for bit in range((blocks // 4).bit_length() - 1)]
+    lanes = [[0, blocks // 4], [0, blocks // 2], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout([*together, [8, 0]], lanes, [[16, 0], [32, 0]], [], [64, blocks])
+
+
 @gluon.jit
 def _take_in(scores, shares, i, row_max, row_sum, kept, MASKED: gl.constexpr):
     """One tile of columns: `shares` of each column count where MASKED."""
@@ -123,6 +131,8 @@ def _take_in(scores, shares, i, row_max, row_sum, kept, MASKED: gl.constexpr):
     parts = gl.reshape(terms, [ROWS, BLOCKS // 4, C // 2, 4, 2])
     found = gl.sum(gl.sum(parts, 4), 2)  # [rows, BLOCKS / 4, 4]
     found = gl.reshape(gl.permute(found, (0, 2, 1)), [ROWS, BLOCKS]).to(gl.float16)
+    # The same numbers in the same threads, but neighbours first: else they are stored one by one.
+    found = gl.convert_layout(found, neighbours_first(BLOCKS))
     added = gl.sum(found.to(gl.float32), 1)
     row_sum = row_sum * shrink + gl.convert_layout(added, of_rows)
     lane = gl.arange(0, ROWS, gl.SliceLayout(1, found.type.layout))
