@@ -326,8 +326,8 @@ def _compute(
         if FINE:
             words = lists.words_of(masks.rule_ids, tile.start, tile.stop, 0)
             key = lists.tokens(block, 0, key_lane)
-            # That something but a loop's bound asks for `num_full` is needed, too: Triton 3.6 takes what only bounds ask
-            # for, and a loop carries, for dead, and keeps the first tile's.
+            # That something besides a loop's bound asks for `num_full` is needed, too: what a loop carries, and only
+            # bounds ask for, Triton 3.6 takes for dead, and keeps the first tile's.
             if num_full == 0:
                 scores = hide_united(scores, key, words, block, 0, key_lane, rows, tile, lists, masks, True, FINE)
             else:
