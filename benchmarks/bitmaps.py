@@ -88,17 +88,16 @@ def stored(job: Job) -> Record:
 
 def layouts_of(tokens: int, device: str) -> dict[str, BlockLayout]:
     """The same blocks in three ways."""
-    mask = random_mask(tokens // BLOCK, DENSITY)
-    generator = torch.Generator().manual_seed(1)
-    apart = torch.rand(tokens, tokens, generator=generator) < 0.5
+    mask = random_mask(tokens // BLOCK, DENSITY).to(device)
+    generator = torch.Generator(device).manual_seed(1)
+    apart = torch.rand(tokens, tokens, generator=generator, device=device) < 0.5
     shared = apart[:BLOCK, :BLOCK].repeat(tokens // BLOCK, tokens // BLOCK)
     active = mask.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
-    made = {
+    return {
         "full": BlockLayout.from_block_mask(mask, BLOCK),
         "different": BlockLayout.from_mask(apart & active, BLOCK),
         "shared": BlockLayout.from_mask(shared & active, BLOCK),
     }
-    return {name: layout.to(device) for name, layout in made.items()}
 
 
 def speed(job: Job) -> Record:

@@ -2,6 +2,7 @@
 
     python benchmarks/models.py                        # on an H200, all sections; options: harness.py
     python benchmarks/models.py --only generation
+    python benchmarks/models.py --brief                # fewer lengths and repeats, without FlexAttention: two minutes
     python benchmarks/models.py --profile step.json    # a Chrome trace of one training step, and where its time went
 
 The model of transformers has the shape of Llama 3.2 1B (16 layers, 32 query and 8 key heads × 64, 8,192 hidden
@@ -12,38 +13,46 @@ tiny: a run there shows that the script works, and nothing else.
 prefill     time to the first token, and the peak of memory.
 generation  time a token over a cache that is full; with CUDA graphs too (a static cache, `mode="reduce-overhead"`).
 training    forward, backward and no optimizer; gradient checkpointing.
-longnet     `LongNetLM(LongNetConfig())`, the paper's base model: a training step, with the share of the matmul rate.
+decoder     the same shape in plain PyTorch (`plain_model.py`), without transformers: prefill and a training step.
+encoder     the same without causality: a window of 1,024 to each side.
 
-Before a section is timed, ours is compared with the same model on SDPA under a dense mask of the pattern.
+Without transformers the first three are skipped, and said to be. Before a section is timed, ours is compared with the
+same model on SDPA under a dense mask of the pattern.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
-from transformers import AttentionInterface, AttentionMaskInterface, LlamaConfig, LlamaForCausalLM, StaticCache
 
-from dilated_attention_pytorch import GlobalTokens, LongNetConfig, LongNetLM, SlidingWindow
-from dilated_attention_pytorch.cli.utilization import flops_of_token, matmul_rate
+import plots
+from dilated_attention_pytorch import GlobalTokens, SlidingWindow
 from dilated_attention_pytorch.integrations.huggingface import register
 from dilated_attention_pytorch.memory import measure_peak
 from dilated_attention_pytorch.testing.timing import interleave
-from harness import Benchmark, Job, Record, run
+from harness import Benchmark, Job, Record, SkipSectionError, run
+from plain_model import PlainModel, dense_mask, ways
+from profiles import profiled
+
+try:
+    from transformers import AttentionInterface, AttentionMaskInterface, LlamaConfig, LlamaForCausalLM, StaticCache
+except ImportError:
+    LlamaForCausalLM = None
 
 WINDOW, SINKS = (2047, 31), (64, 4)  # of the pattern, and of that of a tiny model
 CONTENDERS = {"ours": "benchmark_pattern", "sdpa": "sdpa", "flex": "flex_attention"}
 TOKENS = {"prefill": (8192, 32768, 131072), "generation": (32768, 131072), "training": (8192, 65536)}
-LONGNET_TOKENS = (32768, 262144, 1048576)
+TOKENS |= {"decoder": (8192, 32768, 131072), "encoder": (8192, 32768)}
+BRIEF = {
+    "prefill": (32768,), "generation": (32768,), "training": (65536,), "decoder": (32768, 65536), "encoder": (32768,),
+}  # fmt: skip
 DENSE_MASK = "benchmark_dense_mask"
 
 
@@ -58,6 +67,8 @@ def pattern_of(job: Job) -> tuple[int, int]:
 
 def llama(job: Job) -> LlamaForCausalLM:
     """The model with random weights, on the device, in eval mode."""
+    if LlamaForCausalLM is None:
+        raise SkipSectionError("it needs transformers, which is not installed here: pip install transformers")
     tiny = is_tiny(job)
     shape = (
         {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -79,12 +90,16 @@ def tokens_of(job: Job, model: LlamaForCausalLM, tokens: int) -> Tensor:
 
 
 def lengths(job: Job, section: str) -> tuple[int, ...]:
-    return (64, 128) if is_tiny(job) else TOKENS[section]
+    return (64, 128) if is_tiny(job) else (BRIEF if job.args.brief else TOKENS)[section]
 
 
-def contenders(job: Job) -> dict[str, str]:
-    """FlexAttention needs a GPU to be fast, and a compiler on a CPU."""
-    return {name: way for name, way in CONTENDERS.items() if job.device == "cuda" or name != "flex"}
+def repeats(job: Job) -> int:
+    return 2 if job.quick or job.args.brief else 5
+
+
+def contenders(job: Job) -> list[str]:
+    """FlexAttention needs a GPU to be fast, a compiler on a CPU, and on both half a minute to compile."""
+    return [name for name in CONTENDERS if name != "flex" or (job.device == "cuda" and not job.args.brief)]
 
 
 @contextmanager
@@ -127,10 +142,10 @@ def check(job: Job, model: LlamaForCausalLM) -> None:
     job.gate.check(f"{tokens} tokens, with a cache", "ours", "a dense mask", last, found[DENSE_MASK][0][:, -1])
 
 
-def timed(job: Job, runs: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
+def timed(job: Job, runs: dict[str, Callable[[], object]]) -> dict[str, float]:
     for call in runs.values():
         call()
-    return {name: each.median for name, each in interleave(runs, repeats, device=job.device).items()}
+    return {name: each.median for name, each in interleave(runs, repeats(job), device=job.device).items()}
 
 
 def row_of(job: Job, tokens: int, times: dict[str, float], peaks: dict[str, int], per: int = 1) -> dict[str, Any]:
@@ -152,8 +167,8 @@ def prefill(job: Job) -> Record:
             with torch.no_grad(), attending(model, way):
                 model(ids, use_cache=True, logits_to_keep=1)
 
-        runs = {name: partial(first_token, way) for name, way in contenders(job).items()}
-        times = timed(job, runs, 2 if job.quick else 5)
+        runs = {name: partial(first_token, way) for name, way in ((each, CONTENDERS[each]) for each in contenders(job))}
+        times = timed(job, runs)
         rows.append(row_of(job, tokens, times, {name: peak(job, call) for name, call in runs.items()}))
     return {"rows": rows}
 
@@ -171,14 +186,14 @@ def generation(job: Job) -> Record:
     for tokens in lengths(job, "generation"):
         ids = tokens_of(job, model, tokens)
         runs: dict[str, Callable[[], object]] = {}
-        for name, way in contenders(job).items():
+        for name, way in ((each, CONTENDERS[each]) for each in contenders(job)):
             if name == "flex":
                 continue  # it would compile anew for each length of a growing cache
             runs[name] = partial(steps, model, way, filled(model, way, ids), tokens, new)
-            if job.device == "cuda":
+            if job.device == "cuda" and not job.args.brief:
                 cache = StaticCache(config=model.config, max_cache_len=tokens + 64 * new)
                 runs[f"{name}, graph"] = partial(steps, model, way, filled(model, way, ids, cache), tokens, new, True)
-        times = timed(job, runs, 2 if job.quick else 5)
+        times = timed(job, runs)
         rows.append(row_of(job, tokens, times, {}, per=new))
     return {"new_tokens": new, "rows": rows}
 
@@ -227,89 +242,66 @@ def training(job: Job) -> Record:
                 model(ids, labels=ids, use_cache=False).loss.backward()
             model.zero_grad()
 
-        runs = {name: partial(step, way) for name, way in contenders(job).items()}
-        times = timed(job, runs, 2 if job.quick else 5)
+        runs = {name: partial(step, way) for name, way in ((each, CONTENDERS[each]) for each in contenders(job))}
+        times = timed(job, runs)
         rows.append(row_of(job, tokens, times, {name: peak(job, call) for name, call in runs.items()}))
     if job.args.profile:
-        profiled(job, partial(step, CONTENDERS["ours"]))
+        profiled(job, partial(step, CONTENDERS["ours"]), job.args.profile)
     return {"rows": rows}
 
 
-def longnet(job: Job) -> Record:
-    """The paper's base model; beyond 32K tokens with checkpoints that keep attention."""
-    tiny, rows = is_tiny(job), []
-    small = {"dim": 32, "num_layers": 2, "num_heads": 2, "segment_lengths": (32, 64), "dilation_rates": (1, 2)}
-    rate = matmul_rate(job.device)
-    for tokens in (128, 256) if tiny else LONGNET_TOKENS:
-        torch.manual_seed(0)
-        checkpointing = "attention" if tokens > 32768 else False
-        config = LongNetConfig(**(small if tiny else {}), checkpointing=checkpointing)
-        model = LongNetLM(config).to(job.device)
-        ids = torch.randint(config.vocab_size, (1, tokens + 1), device=job.device)
-        _check_longnet(job, model, ids[:, :257])
-
-        def step(model: LongNetLM = model, ids: Tensor = ids) -> None:
-            with torch.autocast(job.device, dtype=torch.bfloat16, enabled=job.device == "cuda"):
-                loss = model.loss(ids[:, :-1], ids[:, 1:])
-            loss.backward()
-            model.zero_grad()
-
-        times = timed(job, {"ours": step}, 2 if job.quick else 5)
-        row = row_of(job, tokens, times, {"ours": peak(job, step)})
-        row["tokens_per_second"] = tokens / times["ours"]
-        row["share_of_matmul_rate"] = flops_of_token(model, tokens) * row["tokens_per_second"] / rate
-        rows.append(row)
-    return {"matmul_flops": rate, "rows": rows}
-
-
-def _check_longnet(job: Job, model: LongNetLM, ids: Tensor) -> None:
-    """The loss against that of the reference in float64."""
-    exact = LongNetLM(LongNetConfig(**{**vars(model.config), "backend": "reference"})).to(job.device).double()
-    exact.load_state_dict({name: x.double() for name, x in model.state_dict().items()})
-    with torch.no_grad():
-        losses = [each.loss(ids[:, :-1], ids[:, 1:]) for each in (model, exact)]
-    error = float((losses[0] - losses[1]).abs() / losses[1])
-    job.gate.accept(f"a loss of {ids.shape[1] - 1} tokens", "ours", "float64", error, 1e-4)
+def plain(job: Job, section: str, is_causal: bool) -> Record:
+    """Prefill, and a training step with checkpoints, of a model that is PyTorch and an attention function."""
+    left, sinks = pattern_of(job)
+    pattern = SlidingWindow(left, 0) if is_causal else SlidingWindow(left // 2, left // 2)
+    runs_of = ways(pattern | GlobalTokens(sinks), is_causal)
+    model = PlainModel.of(is_tiny(job), job.device)
+    tokens = 96 if is_tiny(job) else 4096
+    x, seen = model.embedded(tokens), dense_mask(pattern | GlobalTokens(sinks), tokens, job.device)
+    right = ways(None, is_causal, seen)["sdpa"]
+    for name, mine, theirs in zip(
+        ("outputs", "gradient of a weight"), *(model.checked(x, way) for way in (runs_of["ours"], right)), strict=True
+    ):
+        job.gate.check(f"{tokens} tokens, {name}", "ours", "a dense mask", mine, theirs)
+    rows = []
+    for tokens in lengths(job, section):
+        x = model.embedded(tokens)
+        for kind, call in (("prefill", model.prefill), ("training", model.step)):
+            runs = {name: partial(call, x, runs_of[name]) for name in contenders(job)}
+            times = timed(job, runs)
+            row = row_of(job, tokens, times, {name: peak(job, each) for name, each in runs.items()})
+            rows.append({"kind": kind, **row})
+    if job.args.profile and LlamaForCausalLM is None:
+        profiled(job, partial(model.step, x, runs_of["ours"]), job.args.profile)
+    return {"rows": rows}
 
 
-KINDS = {
-    "attention": ("forward_kernel", "backward_kernel", "dq_kernel", "dkv_kernel", "rows_kernel", "flash", "attention"),
-    "matrices": ("gemm", "cutlass", "nvjet", "addmm", "aten::mm", "aten::linear"),
-}
+def decoder(job: Job) -> Record:
+    return plain(job, "decoder", is_causal=True)
 
 
-def profiled(job: Job, step: Callable[[], object]) -> None:
-    """Where the time of a step goes, as a Chrome trace and as a line."""
-    on_gpu = job.device == "cuda"
-    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu
-    began = perf_counter()
-    with profile(activities=activities) as seen:
-        step()
-        if on_gpu:
-            torch.cuda.synchronize()
-    whole = 1e6 * (perf_counter() - began)
-    seen.export_chrome_trace(str(job.args.profile))
-    spent = dict.fromkeys((*KINDS, "other"), 0.0)
-    for event in seen.key_averages():
-        took = event.self_device_time_total if on_gpu else event.self_cpu_time_total
-        kind = next((k for k, words in KINDS.items() if any(w in event.key.lower() for w in words)), "other")
-        spent[kind] += took
-    shares = {name: took / whole for name, took in spent.items()}
-    shares["nothing on the device" if on_gpu else "unaccounted"] = max(0.0, 1 - sum(shares.values()))
-    job.say("a step: " + ", ".join(f"{name} {share:.0%}" for name, share in shares.items()))
-    job.say(json.dumps(shares))
+def encoder(job: Job) -> Record:
+    return plain(job, "encoder", is_causal=False)
 
 
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--profile", type=Path, help="write a Chrome trace of a training step there")
+    parser.add_argument("--brief", action="store_true", help="fewer lengths and repeats, without FlexAttention")
 
 
 BENCHMARK = Benchmark(
     name="models",
     about=__doc__,
-    sections={"prefill": prefill, "generation": generation, "training": training, "longnet": longnet},
+    sections={
+        "prefill": prefill,
+        "generation": generation,
+        "training": training,
+        "decoder": decoder,
+        "encoder": encoder,
+    },
     devices=("cpu", "cuda"),
     options=options,
+    draw=plots.models,
 )
 
 

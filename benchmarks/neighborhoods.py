@@ -2,6 +2,7 @@
 
     python benchmarks/neighborhoods.py                  # options: harness.py
     python benchmarks/neighborhoods.py --device cpu     # layouts alone, about a minute
+    python benchmarks/neighborhoods.py --only video --cases 1 --rounds 2
 
 Latents of 30 × 48 × 80 tokens, and others that no tile divides.
 
@@ -15,6 +16,7 @@ video    A GPU, or --quick: forward and backward, 24 heads × 128, bfloat16, bes
 
 from __future__ import annotations
 
+import argparse
 import itertools
 from collections.abc import Callable
 from functools import partial
@@ -36,6 +38,7 @@ LATENTS, WINDOW = (30, 48, 80), (18, 24, 24)
 UNEVEN, NARROW = (21, 45, 81), (11, 15, 15)
 HEADS, HEAD_DIM = 24, 128
 ROUNDS = 5
+UNTIMED = ("21 × 45 × 81, in tiles of 4 × 4 × 8",)  # of other sizes
 CHECKED = 5  # queries whose keys are compared one by one
 
 
@@ -135,9 +138,8 @@ def video(job: Job) -> Record:
     heads, head_dim, dtype = (2, 16, torch.float32) if job.quick else (HEADS, HEAD_DIM, torch.bfloat16)
     flex = torch.compile(flex_attention, dynamic=False) if job.device == "cuda" else flex_attention
     rows: list[dict[str, Any]] = []
-    for case in cases(job.quick)[: 2 if job.quick else 6]:
-        if not job.quick and "row by row" in case.name:
-            continue
+    timed = [case for case in cases(job.quick) if case.pattern.order is not None and case.name not in UNTIMED]
+    for case in timed[: job.args.cases]:
         layout = built(job, case)
         shape = (1, case.pattern.total, heads, head_dim)
         tensors = [torch.randn(shape, device=job.device, dtype=dtype) for _ in range(4)]
@@ -171,7 +173,7 @@ def _row(
         job.gate.check(f"{case.name}, {what}", "flex", "ours", got, want)
     row: dict[str, Any] = {"name": case.name, "tokens": case.pattern.total, "computed": layout.block_density}
     for way, contenders in (("forward", forward), ("backward", backward)):
-        times = interleave(contenders, 1 if job.quick else ROUNDS, device=job.device)
+        times = interleave(contenders, 1 if job.quick else job.args.rounds, device=job.device)
         median = {name: timing.median for name, timing in times.items()}
         row[way] = {
             "ms": {name: value * 1e3 for name, value in median.items()},
@@ -190,11 +192,17 @@ def _without_gradients(attend: Callable[..., Tensor], tensors: list[Tensor]) -> 
     return call
 
 
+def options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--cases", type=int, help="so many of the videos, from the first on")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="timings of each contender")
+
+
 BENCHMARK = Benchmark(
     name="neighborhoods",
     about=__doc__,
     sections={"layouts": layouts, "video": video},
     devices=("cpu", "cuda"),
+    options=options,
 )
 
 if __name__ == "__main__":

@@ -231,6 +231,30 @@ def perplexity(record: Record, path: Path) -> Path | None:
     return path
 
 
+def models(record: Record, path: Path) -> Path | None:
+    """Time a token by length, a panel for each section and kind of step."""
+    panels = [
+        (f"{name}, {kind}" if kind else name, [row for row in rows_of(record, name) if row.get("kind") == kind])
+        for name in record
+        for kind in dict.fromkeys(row.get("kind") for row in rows_of(record, name))
+    ]
+    if not can_draw([row for _, rows in panels for row in rows]):
+        return None
+    figure = new_figure(figsize=(3.4 * min(4, len(panels)), 3.2 * -(-len(panels) // 4)), layout="constrained")
+    axes = figure.subplots(-(-len(panels) // 4), min(4, len(panels)), squeeze=False).flatten()
+    for axis, (title, rows) in zip(axes, panels, strict=False):
+        for name in dict.fromkeys(name for row in rows for name in row["seconds"]):
+            found = [(row["tokens"], 1e3 * row["seconds"][name]) for row in rows if name in row["seconds"]]
+            colour = COLOURS["dense" if name.startswith("sdpa") else name.split(",")[0]]
+            axis.loglog(*zip(*found, strict=True), "o--" if "," in name else "o-", color=colour, label=name)
+        axis.set(title=title, xlabel="tokens", ylabel="ms a token" if "generation" in title else "ms")
+        axis.legend(fontsize="x-small")
+    for axis in axes[len(panels) :]:
+        axis.remove()
+    figure.savefig(path, dpi=120)
+    return path
+
+
 def both(draw: Callable[[Path], Path | None], path: Path) -> Path | None:
     """Draw for a light page and for a dark one, NAME-dark; the path of the first."""
     if find_spec("matplotlib") is None:

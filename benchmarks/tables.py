@@ -424,6 +424,43 @@ def neighborhoods_video(section: Section) -> Table:
     return head, rows
 
 
+# --- longnet ---------------------------------------------------------------------------------------------------------
+
+
+def longnet(section: Section) -> Table:
+    head = ["branches", "tokens", "a step, s", "tokens/s", "of the matmul rate", "attention's share", "peak, GB"]
+    rows = [
+        [row["branches"] + (", layers compiled" if row["compiled"] else ""), f"{row['tokens']:,}",
+         fixed(row["seconds"], 3), f"{row['tokens_per_second']:,.0f}", percent(row["share"]),
+         percent(row["attention_flops"] / (row["attention_flops"] + row["matrix_flops"])),
+         fixed(row["peak_bytes"] / 1e9, 1)]
+        for row in section["rows"]
+    ]  # fmt: skip
+    return head, rows
+
+
+# --- models -----------------------------------------------------------------------------------------------------------
+
+
+def models(section: Section) -> Table:
+    """Of whole models; × is how many times faster ours is."""
+    rows = section["rows"]
+    names, kinds = list(dict.fromkeys(name for row in rows for name in row["seconds"])), any("kind" in r for r in rows)
+    rivals = [name for name in names if name != "ours"]
+    head = ["tokens", *(["what"] if kinds else []), *(f"{name}, ms" for name in names), *(f"× {n}" for n in rivals)]
+    head += ["peak, GiB", *(f"{name}, GiB" for name in rivals)]
+    found = []
+    for row in rows:
+        faster, peaks = row["times_faster"], row["peak_bytes"]
+        found.append([
+            f"{row['tokens']:,}", *([row["kind"]] if kinds else []),
+            *(fixed(None if name not in row["seconds"] else 1e3 * row["seconds"][name], 1) for name in names),
+            *(fixed(faster.get(name)) for name in rivals),
+            *(fixed(None if name not in peaks else peaks[name] / 2**30, 1) for name in ("ours", *rivals)),
+        ])  # fmt: skip
+    return head, found
+
+
 TABLES: dict[str, Callable[[Section], Table]] = {
     "bitmaps_cpu.stored": bitmaps_stored,
     "bitmaps_cpu.speed": bitmaps_speed,
@@ -454,6 +491,7 @@ TABLES: dict[str, Callable[[Section], Table]] = {
             "plan": memory_plan, "pool": memory_pool, "buffers": memory_buffers, "seeds": memory_seeds,
         }.items()
     },
+    **{f"longnet_{device}.{section}": longnet for device in ("cpu", "cuda") for section in ("step", "compiled")},
     **{
         f"neighborhoods_{device}.{section}": table
         for device in ("cpu", "cuda")
@@ -468,5 +506,10 @@ TABLES: dict[str, Callable[[Section], Table]] = {
     "adaptive_quality.dense": adaptive_tasks,
     "adaptive_quality.answers": adaptive_tasks,
     "recall.recall": recall,
+    **{
+        f"models_{device}.{section}": models
+        for device in ("cpu", "cuda")
+        for section in ("prefill", "generation", "training", "decoder", "encoder", "longnet")
+    },
     "python_text.text": python_text,
 }  # fmt: skip

@@ -252,13 +252,16 @@ def shapes_of_scores(draw, heads, generator, sizes=None):
 
 
 @st.composite
-def cases(draw, dropout=False, most=150, shaped=True, biased=True):
-    """A whole call in float64; `shaped`: some with a cap, slopes or sinks, and `biased`, a bias."""
+def cases(draw, dropout=False, most=150, shaped=True, biased=True, head_dim=None):
+    """A whole call in float64; `shaped`: some with a cap, slopes or sinks, and `biased`, a bias. Heads of any width and
+    v of another, or all of width `head_dim`."""
     seq_q, seq_k = draw(lengths(most))
     heads_kv = draw(st.integers(1, 3))
     heads = heads_kv * draw(st.integers(1, 3))
-    batch, head_dim = draw(st.integers(1, 2)), draw(st.sampled_from([1, 4, 16]))
-    head_dim_v = draw(st.just(head_dim) | st.sampled_from([1, 3, 8, 20]))
+    batch, head_dim_v = draw(st.integers(1, 2)), head_dim
+    if head_dim is None:
+        head_dim = draw(st.sampled_from([1, 4, 16]))
+        head_dim_v = draw(st.just(head_dim) | st.sampled_from([1, 3, 8, 20]))
     layout = draw(layouts(seq_q, seq_k, batch, heads, heads_kv))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
 

@@ -241,12 +241,14 @@ SCRIPTS = (
     "dilated",
     "gpu",
     "host",
+    "longnet",
     "memory",
     "models",
     "neighborhoods",
     "python_text",
     "recall",
     "ring",
+    "small_blocks",
     "tune",
 )
 
@@ -272,7 +274,7 @@ def test_every_script_has_the_same_options(script, harness, monkeypatch):
 
 
 def test_every_script_is_tried():
-    others = {"cases", "docs_tables", "gpu_kernels", "harness", "plots", "tables", "values"}
+    others = {"cases", "docs_tables", "gpu_kernels", "harness", "plain_model", "plots", "profiles", "tables", "values"}
     assert {path.stem for path in BENCHMARKS.glob("*.py")} - others == set(SCRIPTS)
 
 
@@ -691,10 +693,13 @@ def test_quick_run_of_whole_models(harness, tmp_path, capsys):
     argv = ["--quick", "--device", "cpu", "--out", str(out), "--profile", str(trace)]
     assert harness.run(models.BENCHMARK, argv) == 0
     record, said = json.loads(out.read_text(encoding="utf-8")), capsys.readouterr()
-    assert list(record) == ["prefill", "generation", "training", "longnet"]
-    for name in ("prefill", "generation", "training"):
-        assert [set(row["seconds"]) for row in record[name]["rows"]] == [{"ours", "sdpa"}] * 2
-    assert all(0 < row["share_of_matmul_rate"] < 1 for row in record["longnet"]["rows"])
+    assert list(record) == ["prefill", "generation", "training", "decoder", "encoder"]
+    for name, kinds in (("prefill", 1), ("generation", 1), ("training", 1), ("decoder", 2), ("encoder", 2)):
+        assert [set(row["seconds"]) for row in record[name]["rows"]] == [{"ours", "sdpa"}] * 2 * kinds
+    assert out.with_suffix(".png").stat().st_size > 10_000
+    for name in record:
+        assert f"models_cpu.{name}" in said.out
+    assert "| tokens | what     | ours, ms | sdpa, ms | × sdpa | peak, GiB | sdpa, GiB |" in said.out
     assert json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
     assert "a step: attention" in said.err
 
@@ -707,3 +712,29 @@ def test_a_wrong_model_is_not_timed(harness, tmp_path, monkeypatch, capsys):
     argv = ["--quick", "--device", "cpu", "--only", "prefill", "--out", str(tmp_path / "x.json")]
     assert harness.run(models.BENCHMARK, argv) == 1
     assert "96 tokens, logits: ours differs from a dense mask" in capsys.readouterr().err
+
+
+def test_without_transformers_models_of_plain_pytorch_are_left(harness, tmp_path, monkeypatch, capsys):
+    import models
+
+    monkeypatch.setattr(models, "LlamaForCausalLM", None)
+    out = tmp_path / "x.json"
+    argv = ["--quick", "--device", "cpu", "--brief", "--only", "training", "encoder", "--out", str(out)]
+    assert harness.run(models.BENCHMARK, argv) == 0
+    record, said = json.loads(out.read_text(encoding="utf-8")), capsys.readouterr()
+    assert list(record) == ["encoder"]
+    assert "training: skipped, it needs transformers" in said.err
+    assert {check["case"] for check in record["encoder"]["gate"]} == {
+        "96 tokens, outputs",
+        "96 tokens, gradient of a weight",
+    }
+
+
+def test_a_wrong_plain_model_is_not_timed(harness, tmp_path, monkeypatch, capsys):
+    import models
+
+    dense_mask = models.dense_mask
+    monkeypatch.setattr(models, "dense_mask", lambda pattern, *rest: dense_mask(SlidingWindow(30, 0), *rest))
+    argv = ["--quick", "--device", "cpu", "--only", "decoder", "--out", str(tmp_path / "x.json")]
+    assert harness.run(models.BENCHMARK, argv) == 1
+    assert "96 tokens, outputs: ours differs from a dense mask" in capsys.readouterr().err

@@ -23,6 +23,7 @@ READERS = {
 }
 # What a function imports when it is called, although it lies to the right.
 LATER = {
+    ("layout", "kernels"),  # what makes lists on a GPU
     ("memory", "planning"),  # public names that can be imported from either
     ("memory", "backends"),  # how large the buffers of a call are, for `AttentionBuffers.preallocate_buffers`
     ("ops", "viz"),  # `BlockSparseWeights.plot`

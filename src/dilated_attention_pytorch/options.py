@@ -26,6 +26,7 @@ class OptionKeywords(TypedDict, total=False):
     alibi_slopes: Tensor | None
     bias: Any  # an `ops.ScoreBias` or None
     sinks: Tensor | None
+    deterministic: bool | None
 
 
 class Bias(NamedTuple):
@@ -81,6 +82,7 @@ class CallOptions(NamedTuple):
         key_padding_mask: bool [batch, seq_k], True where the key is padding, which no query sees.
         document_ids: int [batch, any], equal where tokens may see each other; keys are the first seq_k of them and
             queries the last seq_q: either all seq_k, or [keys, queries] with seq_k + seq_q of them.
+        deterministic: gradients have the same bits each time. Where False, a kernel may add them up in any order.
         seed: int64, for `backends.dropout`; None without dropout.
         sinks: [heads], a score of each head that joins every row's softmax. Added to what a backend gives, by plain
             autograd: a backend never sees it.
@@ -92,6 +94,7 @@ class CallOptions(NamedTuple):
     scale: float
     dropout_p: float = 0.0
     softcap: float = 0.0
+    deterministic: bool = True
     key_padding_mask: Tensor | None = None
     document_ids: Tensor | None = None
     seed: Tensor | None = None
@@ -129,17 +132,18 @@ class CallOptions(NamedTuple):
         given = {name: getattr(self, name) for name in TENSORS if getattr(self, name) is not None}
         if self.bias is not None:
             given |= {f"{OF_BIAS}{name}": x for name, x in self.bias.given(*Bias._fields).items()}
-        return [*given.values()], " ".join(given), list(numbers)
+        return [*given.values()], " ".join(given), [float(x) for x in numbers]
 
     @staticmethod
     def unflatten(tensors: list[Tensor], names: str, numbers: list[float]) -> CallOptions:
         given: dict[str, Any] = dict(zip(names.split(), tensors, strict=True))
         of_bias = {name.removeprefix(OF_BIAS): given.pop(name) for name in [*given] if name.startswith(OF_BIAS)}
-        scale, dropout_p, softcap = numbers
-        return CallOptions(scale, dropout_p, softcap, **given, bias=Bias(**of_bias) if of_bias else None)
+        scale, dropout_p, softcap, deterministic = numbers
+        bias = Bias(**of_bias) if of_bias else None
+        return CallOptions(scale, dropout_p, softcap, bool(deterministic), **given, bias=bias)
 
 
 # The fields: numbers, tensors, and the bias, whose tensors have names that begin so.
-NUMBERS = ("scale", "dropout_p", "softcap")
+NUMBERS = ("scale", "dropout_p", "softcap", "deterministic")
 TENSORS = tuple(name for name in CallOptions._fields[len(NUMBERS) :] if name != "bias")
 OF_BIAS = "bias."

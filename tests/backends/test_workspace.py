@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dilated_attention_pytorch import BlockLayout, RandomBlocks, SlidingWindow, block_sparse_attention
-from dilated_attention_pytorch.backends import blockwise, triton
+from dilated_attention_pytorch.backends import blockwise, tiling, triton
 from dilated_attention_pytorch.backends.scratch import Scratch
 from dilated_attention_pytorch.backends.sizes import Shape, SizeRequest
 from dilated_attention_pytorch.layout.size import ListSize
@@ -47,7 +47,46 @@ def test_scratch_memory_is_what_the_backend_asks_for(monkeypatch, pattern, heads
     lists = lists_of_pattern(pattern, seq, seq, block)
     workspace = blockwise.workspace(SizeRequest(shape=shape, lists=lists, device="cpu"))
     planned = workspace.backward if training else workspace.forward
+    # Masks that are kept have no name.
+    planned -= min(tiling.MASKS_KEPT, lists.rows * lists.partial * lists.block_q * lists.block_k)
     assert 0.65 * planned <= named <= 1.05 * planned
+
+
+MASKS_KEPT = tiling.MASKS_KEPT
+
+
+@pytest.mark.parametrize("kept", [0, 3 * 32 * 32, MASKS_KEPT])
+def test_masks_are_kept_for_the_heads_and_samples_that_share_them(monkeypatch, kept):
+    """As many bytes of them as may be, and the same bits as without."""
+    layout = BlockLayout.from_pattern(SlidingWindow(40, 9), 300, block_size=32)
+    q, k, v, do = (torch.randn(2, 300, 4, 8, dtype=torch.float64) for _ in range(4))
+
+    def results():
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        out = block_sparse_attention(*leaves, layout)
+        return [out.detach(), *torch.autograd.grad(out, leaves, do)]
+
+    asked, held = [], []
+    token_mask, hidden = BlockLayout.token_mask, tiling.Tiling.hidden
+    for module in (tiling, blockwise):
+        monkeypatch.setattr(module, "MASKS_KEPT", kept)
+    monkeypatch.setattr(BlockLayout, "token_mask", lambda *args: (asked.append(len(args[1])), token_mask(*args))[1])
+
+    def noted(call, *args):
+        found = hidden(call, *args)
+        held.append(sum(x.numel() for x in call.masks.of_tile.values()))
+        return found
+
+    monkeypatch.setattr(tiling.Tiling, "hidden", noted)
+    got, num = results(), len(asked)
+    assert max(held) <= kept
+    for module in (tiling, blockwise):
+        monkeypatch.setattr(module, "MASKS_KEPT", 0)
+    asked.clear()
+    assert all(map(torch.equal, got, results()))
+    if kept == MASKS_KEPT:
+        assert max(held) > 0
+        assert num * 4 <= len(asked)  # of 8 heads of samples, in one thread or two
 
 
 @pytest.mark.parametrize(("block", "seq"), [(16, 40), (32, 30)])

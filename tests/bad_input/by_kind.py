@@ -26,6 +26,7 @@ FLAG = [
     ("no", TypeError, "must be True or False, got 'no'"),
     (PAIRS, TypeError, r"must be True or False, got a tensor of shape \[2, 2\]"),
 ]
+DETERMINISTIC = [(bad, TypeError, f"must be True, False or None, got {bad!r}") for bad in (1, "yes")]
 NO_INT = [
     (1.5, TypeError, "must be an int, got 1.5"),
     (True, TypeError, "must be an int, got True"),
@@ -279,6 +280,7 @@ OPTIONS = {
     "alibi_slopes": BY_HEAD,
     "bias": BIAS,
     "sinks": BY_HEAD,
+    "deterministic": DETERMINISTIC,
 }
 QKV = {"q": TENSOR, "k": TENSOR, "v": TENSOR}
 CALL = {**QKV, "is_causal": FLAG, "return_lse": FLAG, "backend": BACKEND, "layout": ORDER}
@@ -331,7 +333,7 @@ CALLS = {
     ),
     "ops.kept_mass": (
         TWO | {"layout_or_pattern": Full()},
-        CALL | OPTIONS | {"layout_or_pattern": RULE, "dropout_p": USELESS, "sinks": USELESS},
+        CALL | OPTIONS | {"layout_or_pattern": RULE, "dropout_p": USELESS, "sinks": USELESS, "deterministic": USELESS},
     ),
     "ops.select_blocks": (
         TWO | {"selector": ops.TopK(0.5), "block_size": 16},

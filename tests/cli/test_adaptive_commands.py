@@ -143,7 +143,7 @@ def test_a_table_of_answers(folder, tmp_path, text):
     [
         (("tasks", "--task", "poem"), "--task must be one of needle, keys, recall, copy, trace, got 'poem'"),
         (("tasks", "--tokens", "20", "--texts", "1"), "--tokens must be at least"),
-        (("tasks", "--rule", "no.json"), "No such file"),
+        (("tasks", "--rule", "no.json"), "a file of one that exists, got 'no.json'"),
         (("calibrate", "no.txt"), "TEXT must be a file, got no.txt"),
         (("calibrate", "TEXT", "--keep", "1.5"), r"--keep must be the share of the causal blocks .*, got 1.5"),
         (("calibrate", "TEXT", "--tokens", "100000"), "tokens must be at most"),

@@ -13,6 +13,7 @@ from dilated_attention_pytorch import Causal, LongNetConfig, LongNetLM, SlidingW
 from dilated_attention_pytorch.cli import models, rules, train
 from dilated_attention_pytorch.cli.models import Found
 from dilated_attention_pytorch.integrations.huggingface import register
+from dilated_attention_pytorch.nn import Adaptive
 from tests.cli.commands import run
 from tests.cli.tiny import WORDS, huggingface_folder, longnet_run
 
@@ -78,6 +79,27 @@ class TestGenerate:
         assert err.startswith(said.get(pattern, ""))
         assert ("cache" in err.lower()) == (pattern is not None)
 
+    @pytest.mark.parametrize("how", ["scorer", "rule"])
+    def test_blocks_that_are_chosen(self, folder, tmp_path, how):
+        """As `register` has them, at any length; they matter."""
+        prompt, rule = WORDS[:400], Adaptive(0.3, block_size=16, dense_below=0)
+        options = ["--prompt", prompt, "--max-tokens", "12", "--temperature", "0", "--no-echo"]
+        given = ["--scorer", "patches", "--keep", "0.3", "--block", "16x16"]
+        if how == "rule":
+            document = {"rule": {"share": 0.3, "block_size": 16}, "layers": {}}
+            (tmp_path / "rule.json").write_text(json.dumps(document))
+            given = ["--rule", str(tmp_path / "rule.json")]
+        code, out, err = run("generate", str(folder), *options, *given)
+        assert code == 0, err
+        model, tokenizer = loaded(folder)
+        register("test_generate_chosen", rule)
+        model.set_attn_implementation("test_generate_chosen")
+        ids = tokenizer(prompt, return_tensors="pt").input_ids
+        want = model.generate(ids, max_new_tokens=12, do_sample=False)[0, ids.shape[1] :].tolist()
+        want = want[: want.index(0)] if 0 in want else want
+        assert out == tokenizer.decode(want) + "\n"
+        assert run("generate", str(folder), *options)[1] != out
+
     def test_patterns_matter(self, folder):
         options = ["--prompt", "The quick brown fox jumps", "--temperature", "0", "--max-tokens", "24"]
         texts = {run("generate", str(folder), *options, *more)[1] for more in ([], ["--pattern", "window:1"])}
@@ -139,6 +161,13 @@ class TestGenerate:
             (["--pattern", "window:3 ; full"], "the pattern is for 2 heads, and "),
             (["--pattern", "longnet"], "which is no pattern of a model of transformers"),
             (["--device", "gpu"], "device must be one that PyTorch knows"),
+            (
+                ["--pattern", "causal", "--scorer", "mean"],
+                "must be one of --pattern, --scorer, --rule, got",
+            ),
+            (["--keep", "0.5"], "--keep is for --scorer, got 0.5 without one"),
+            (["--scorer", "patchs"], "did you mean 'patches'?"),
+            (["--rule", "no.json"], "no.json"),
         ],
         ids=str,
     )
@@ -152,6 +181,9 @@ class TestGenerate:
         code, _, err = run("generate", str(longnet), "--pattern", "window:3")
         assert code == 1
         assert "--pattern is for models of transformers" in err
+        code, _, err = run("generate", str(longnet), "--scorer", "patches")
+        assert code == 1
+        assert "keeps 25 % of blocks 64 x 16 is for models of transformers, and" in err
 
     def test_more_tokens_than_positions_are_an_error(self, folder, monkeypatch):
         def too_far(*_, **__):

@@ -4,6 +4,7 @@ import csv
 import json
 import os
 import stat
+import subprocess
 import sys
 import types
 from dataclasses import replace
@@ -16,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from dilated_attention_pytorch import LongNetLM
 from dilated_attention_pytorch.cli import train, utilization
+from dilated_attention_pytorch.cli.ranks import ranks_of_torchrun
 from dilated_attention_pytorch.cli.training_log import Log, Row
 from dilated_attention_pytorch.models.storage import load_tensors, save_tensors
 from tests.cli.commands import run
@@ -136,7 +138,7 @@ def test_many_held_out_bytes_are_sampled_from_everywhere(text):  # noqa: F811
     features = state.model._features
     state.model._features = lambda rows, *rest: (seen.extend(rows.flatten().tolist()), 0 * features(rows, *rest))[1]
     held_out = torch.arange(200, dtype=torch.uint8)  # rows of two bytes
-    assert train._evaluate(state.model, held_out, options) == pytest.approx(8.0)  # nothing known is 8 bits a byte
+    assert state._evaluate(held_out, options) == pytest.approx(8.0)  # nothing known is 8 bits a byte
     assert seen == [2 * (i * 100 // 8) for i in range(8)]
 
 
@@ -239,10 +241,79 @@ def test_the_flops_of_a_token_are_those_that_pytorch_counts():
     keys = [(h, i, j) for h in range(config.num_heads) for i in range(64) for j in range(i + 1)]
     pairs = sum(config.branches.times(i, j, h, config.num_heads) > 0 for h, i, j in keys)
     attention = config.num_layers * 2 * 7 * config.head_dim * pairs
-    assert utilization.flops_of_token(model, 64) * 64 == linear + attention
+    assert utilization.Products.of(model, 64).of_token * 64 == linear + attention
 
 
 def test_the_matmul_rate_is_a_time_turned_round(monkeypatch):
     clock = iter(range(100))
     monkeypatch.setattr(utilization, "perf_counter", lambda: next(clock))
     assert utilization.matmul_rate("cpu") == 2 * 1024**3
+
+
+def torchrun(text, out, *more, processes=2):  # noqa: F811
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", "-m"]
+    small = [*SMALL, "--accumulate", "2", "--eval-every", "3", "--json"]
+    done = subprocess.run(
+        [*command, "dilated_attention_pytorch", "train", str(text), "--out", str(out), *small, *more],
+        capture_output=True, text=True, encoding="utf-8", timeout=240, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.slow
+def test_processes_train_as_one_with_the_larger_batch(text, tmp_path):  # noqa: F811
+    code, out, err = torchrun(text, tmp_path / "two", "--steps", "4")
+    assert code == 0, err
+    assert json.loads(out)["steps"] == 4  # one document: the first process talks alone
+    assert "on 2 processes, cpu" in err
+    large = [*SMALL, "--batch", "4", "--accumulate", "2", "--eval-every", "3", "--steps", "4"]
+    assert run("train", str(text), "--out", str(tmp_path / "one"), *large)[0] == 0
+    (two, about), (one, _) = (load_tensors(tmp_path / name / train.CHECKPOINT) for name in ("two", "one"))
+    assert about["options"]["ranks"] == 2
+    torch.testing.assert_close(two["bits"], one["bits"], rtol=1e-5, atol=0)
+    torch.testing.assert_close(two["curve"], one["curve"], rtol=1e-5, atol=0)
+    assert one["bits"][-1] < one["bits"][0]
+
+    # It goes on by as many processes, and by no other number.
+    code, _, err = run("train", "--resume", str(tmp_path / "two"), "--steps", "5")
+    assert code == 1
+    assert "ranks must be what it was when the run began, 2, to go on from" in err
+    assert "`torchrun --nproc-per-node 2 -m dilated_attention_pytorch train …` has as many" in err
+    code, out, err = torchrun(text, tmp_path / "two", "--steps", "4")
+    assert (code, json.loads(out)["began_at"]) == (0, 4), err
+
+
+def test_processes_need_a_gpu_each(monkeypatch):
+    given = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "0", "RANK": "0", "TORCHELASTIC_RUN_ID": "x"}
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    wanted = r"--device must be cuda, with a GPU for each of the 2 processes of torchrun here, or cpu; got 'cuda' and 1"
+    with pytest.raises(ValueError, match=wanted), ranks_of_torchrun("cuda"):
+        pass
+
+
+@pytest.mark.slow
+def test_compiled_layers_train_as_they_are(text, tmp_path, monkeypatch):  # noqa: F811
+    compiled, graphs = torch.nn.Module.compile, []
+    monkeypatch.setattr(
+        torch.nn.Module, "compile", lambda layer, **how: compiled(layer, **how, backend=noted_by(graphs))
+    )
+    both = []
+    for name in ("plain", "compiled"):
+        options = replace(OPTIONS, steps=3, compiled=name == "compiled")
+        train.run(Console(quiet=True), text, tmp_path / name, options)
+        both.append(load_tensors(tmp_path / name / train.CHECKPOINT)[0])
+    assert len(graphs) >= OPTIONS.model.num_layers
+    torch.testing.assert_close(both[1]["bits"], both[0]["bits"], rtol=1e-5, atol=0)
+    assert LongNetLM.load(tmp_path / "compiled" / train.MODEL).state_dict().keys() == {
+        name.removeprefix("model.") for name in both[0] if name.startswith("model.")
+    }
+
+
+def noted_by(graphs):
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    return backend

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from dilated_attention_pytorch import GlobalTokens, Placement, SlidingWindow, block_sparse_attention, dilated_attention
+from tests.distributed import test_bias as test_bias_on_a_cpu
 from tests.distributed import work
 from tests.distributed.processes import ByRank, Ranks
 
@@ -61,9 +62,10 @@ def test_block_sparse(four, size, dropout_p):
     compare(placement, results, whole(attend, *given))
 
 
-def test_dilated(four):
-    seq, options = 2048, {"segment_lengths": (512, 2048), "dilation_rates": (1, 4), "is_causal": True}
-    placement = Placement.contiguous(seq, 4)
+@pytest.mark.parametrize("seq", [2048, 4 * 23 * 16], ids=["even", "blocks of 16"])
+def test_dilated(four, seq):
+    options = {"segment_lengths": (512, 2048), "dilation_rates": (1, 4), "is_causal": True}
+    placement = Placement.contiguous(seq, 4, block_size=16 if seq < 2048 else 128)
     given = tensors(seq)
 
     def attend(q, k, v):
@@ -72,3 +74,14 @@ def test_dilated(four):
     shards = ByRank(work.shard_of(given, placement, rank) for rank in range(4))
     results = four.run(4, work.attend_on_gpu, shards, {**options, "placement": placement})
     compare(placement, results, whole(attend, *given))
+
+
+@pytest.mark.parametrize("kind", ["window", "branches"])
+def test_bias(four, kind):
+    """Terms of keys and their gradients travel; float32 beside float64 in one process, sums over 176 keys."""
+    placement = test_bias_on_a_cpu.PLACED["contiguous"]
+    for names, backend in ((["table", "keys", "rows"], "triton"), (["slopes", "t5"], "blockwise")):
+        got = four.run(2, test_bias_on_a_cpu.over_ring, placement, names, kind, {"backend": backend}, "cuda")
+        want = test_bias_on_a_cpu.in_one_process(names, kind, {})
+        largest = max(float(x.abs().max()) for x in want)
+        test_bias_on_a_cpu.compare(got, want, placement, names, 1e-3 * largest)

@@ -40,13 +40,18 @@ from dilated_attention_pytorch.kernels import (
     decode,
     hopper_backward,
     hopper_forward,
+    hopper_runs,
+    hopper_runs_backward,
     hopper_select,
     launch,
+    layouts,
+    padding,
     select_features,
     select_lists,
     select_masses,
+    united,
 )
-from dilated_attention_pytorch.layout import layout_of_branches
+from dilated_attention_pytorch.layout import closed_form, layout_of_branches
 from dilated_attention_pytorch.layout.rows import rows_of_capacity
 from dilated_attention_pytorch.options import Bias, CallOptions
 from tests.kernels.sass import disassembled, instructions, unwritten
@@ -73,10 +78,15 @@ def recorded(capability):
     patches = [
         patch.object(module, name, Recorder(getattr(module, name), launches))
         for module, names in (
-            (launch, ("forward_kernel", "rows_kernel", "dq_kernel", "dkv_kernel")),
+            (launch, ("forward_kernel", "rows_kernel", "round_kernel", "dq_kernel", "dkv_kernel")),
             (hopper_forward, ("forward_kernel",)),
             (hopper_backward, ("backward_kernel",)),
+            (padding, ("key_bits_kernel", "padded_lists_kernel")),
+            (united, ("mark_kernel", "unite_kernel")),
+            (hopper_runs, ("runs_forward_kernel",)),
+            (hopper_runs_backward, ("runs_backward_kernel",)),
             (decode, ("decode_kernel", "merge_kernel")),
+            (layouts, ("stretches_kernel", "row_spans_kernel", "column_spans_kernel", "fill_kernel")),
             (select_features, ("pool_kernel",)),
             (select_masses, ("masses_kernel",)),
             (hopper_select, ("masses_kernel",)),
@@ -151,14 +161,40 @@ CALLS = {
 }
 
 
+RUNS = (100, 200, 300, 400, 500, 512)  # as many dilations as there may be
+
 # What only the kernels for Hopper make something else of.
 HOPPER_CALLS = {
     "large tiles": {"head_dim": 128, "dtype": torch.bfloat16},
     "narrow keys": {"head_dim": 64, "dtype": torch.bfloat16, "block": (128, 64)},
+    "odd heads, narrow values": {"head_dim": 80, "head_dim_v": 24, "dtype": torch.bfloat16},
+    "gathered keys": {"head_dim": 128, "dtype": torch.bfloat16, "block": (128, 16)},
+    "gathered keys, masks": {"head_dim": 64, "dtype": torch.bfloat16, "block": (128, 32), "masks": True},
+    "gathered keys, dropped": {
+        "head_dim": 128,
+        "dtype": torch.float16,
+        "block": (128, 64),
+        "shaped": True,
+        "dropout_p": 0.1,
+    },
+    "rows of their own": {"head_dim": 128, "dtype": torch.bfloat16, "block": 64},
+    "rows of their own, gathered keys": {"head_dim": 64, "dtype": torch.bfloat16, "block": (64, 16), "shaped": True},
+    "united rows": {"head_dim": 128, "dtype": torch.bfloat16, "block": 16, "many": True},
+    "united rows, shaped": {"head_dim": 64, "dtype": torch.bfloat16, "block": (32, 64), "shaped": True, "many": True},
+    "bitmaps of their own": {"head_dim": 64, "dtype": torch.bfloat16, "block": 64, "bitmaps": True},
     "masks": {"head_dim": 64, "dtype": torch.bfloat16, "masks": True},
+    "documents": {"head_dim": 128, "dtype": torch.bfloat16, "documents": True},
     "shaped": {"head_dim": 64, "dtype": torch.bfloat16, "shaped": True},
     "dropped": {"head_dim": 64, "dtype": torch.bfloat16, "shaped": True, "dropout_p": 0.6},
     "dropped, large tiles": {"head_dim": 128, "dtype": torch.bfloat16, "shaped": True, "dropout_p": 0.1},
+    # dk, dv and dq in one kernel.
+    "fused": {"head_dim": 64, "dtype": torch.bfloat16, "deterministic": False},
+    "fused, wide values": {"head_dim": 24, "head_dim_v": 80, "dtype": torch.bfloat16, "deterministic": False},
+    "fused, large tiles": {"head_dim": 128, "dtype": torch.float16, "deterministic": False},
+    "fused, everything": {"head_dim": 128, "dtype": torch.bfloat16, "everything": True, "deterministic": False},
+    "fused, dilated": {"head_dim": 128, "dtype": torch.bfloat16, "segments": (256, 512), "deterministic": False},
+    "runs": {"head_dim": 48, "dtype": torch.bfloat16, "segments": RUNS, "runs": True},
+    "runs, large heads": {"head_dim": 128, "dtype": torch.float16, "segments": RUNS, "runs": True},
 }
 
 
@@ -171,12 +207,15 @@ def every_bias(heads, seq, shared):
 
 def launches_of(
     capability, *, head_dim, dtype, head_dim_v=None, block=128, heads_kv=2, everything=False, masks=False, shaped=False,
-    dropout_p=0.0, segments=None, bitmaps=False, biased=False,
+    dropout_p=0.0, segments=None, bitmaps=False, biased=False, documents=False, deterministic=True, many=False,
+    runs=False,
 ):  # fmt: skip
     """What forward and backward of a call launch."""
-    seq, heads = 512, 4
+    seq, heads = 1536 if runs else 512, 4
     pattern = SlidingWindow(100, 0)
     extras = CallOptions(head_dim**-0.5)
+    if documents:
+        pattern = SlidingWindow(None, 0) & Documents((100, 412))
     if masks:
         pattern = (SlidingWindow(200, 0) | GlobalTokens(3)) & Documents((100, 412))
         extras = CallOptions(head_dim**-0.5, key_padding_mask=torch.zeros(1, seq, dtype=torch.bool))
@@ -186,7 +225,9 @@ def launches_of(
     if everything:
         pattern = PerHead((SlidingWindow(9, 9) | GlobalTokens(3), Full(), Full(), Full())) & Documents((100, 412))
         padding, ids = torch.zeros(1, seq, dtype=torch.bool), torch.zeros(1, seq, dtype=torch.int64)
-        extras = CallOptions(-1.0, 0.1, 30.0, padding, ids, torch.tensor(3), bias=Bias(torch.ones(1, heads, 1)))
+        of_call = padding, ids, torch.tensor(3)
+        extras = CallOptions(-1.0, 0.1, 30.0, True, *of_call, bias=Bias(torch.ones(1, heads, 1)))
+    extras = extras._replace(deterministic=deterministic)
     wanted = ()
     if biased:
         extras = extras._replace(bias=every_bias(heads, seq, everything))
@@ -195,12 +236,15 @@ def launches_of(
     if bitmaps:
         layout = BlockLayout.from_mask(torch.arange(seq * seq).view(seq, seq) % 7 < 4, block)
     if segments:
-        branches = Branches(segments, (1, 2))
+        branches = Branches(segments, (1, 2, 3, 4, 8, 9)[: len(segments)])
         layout = layout_of_branches(branches, seq, num_heads=heads, is_causal=True, block_size=block)
+        if not runs:
+            layout._derived.pop("whole")
     widths = head_dim, head_dim if head_dim_v is None else head_dim_v
     q, do = (torch.empty(1, seq, heads, width, dtype=dtype) for width in widths)
     k, v = (torch.empty(1, seq, heads_kv, width, dtype=dtype) for width in widths)
-    with recorded(capability) as launches:
+    least = 0 if many else united.LEAST_WORK  # as if there were many blocks
+    with recorded(capability) as launches, patch.object(united, "LEAST_WORK", least):
         out, lse = backend.forward(q, k, v, layout, extras)
         backend.backward(do, torch.zeros_like(lse), q, k, v, out, lse, layout, extras, wanted)
     if (everything or dtype == torch.float32) and not biased:  # decoding too, of which there is less
@@ -252,6 +296,19 @@ def launches_of_selection(capability, *, head_dim, dtype, blocks, kind="", patch
     return launches
 
 
+LAYOUTS = {
+    "window": SlidingWindow(100, 0),
+    "rules of documents": (SlidingWindow(100, 0) | GlobalTokens(3)) & Documents((100, 412)),
+}
+
+
+def launches_of_layout(capability, pattern):
+    """What the lists of a pattern launch, by query and by key."""
+    with recorded(capability) as launches, patch.object(closed_form, "DEVICES", ("cpu",)):
+        _ = BlockLayout.from_pattern(pattern, 512, block_size=128).by_key
+    return launches
+
+
 def main():
     parser = argparse.ArgumentParser(prog="python -m tests.kernels.compiling")
     parser.add_argument("capability", type=lambda text: tuple(map(int, text.split("."))))
@@ -259,9 +316,13 @@ def main():
     parser.add_argument("--sass", type=Path, metavar="DIR", help="write the machine code of each kernel there")
     given = parser.parse_intermixed_args()
     calls = CALLS | HOPPER_CALLS if given.capability == (9, 0) else CALLS
-    for name in given.calls or [*calls, *SELECTIONS]:
-        launches = launches_of_selection if name in SELECTIONS else launches_of
-        for i, (kernel, args, kwargs) in enumerate(launches(given.capability, **(calls | SELECTIONS)[name])):
+    for name in given.calls or [*calls, *SELECTIONS, *LAYOUTS]:
+        if name in LAYOUTS:
+            launches = launches_of_layout(given.capability, LAYOUTS[name])
+        else:
+            of = launches_of_selection if name in SELECTIONS else launches_of
+            launches = of(given.capability, **(calls | SELECTIONS)[name])
+        for i, (kernel, args, kwargs) in enumerate(launches):
             compiled = compile_for(given.capability, kernel, args, kwargs)
             found = {"call": name, "kernel": kernel.__name__, "shared": compiled.metadata.shared}
             hopper = kernel.__module__.rpartition(".")[2].startswith("hopper")

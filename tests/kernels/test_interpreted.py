@@ -13,6 +13,7 @@ from torch.nn.functional import pad
 
 from dilated_attention_pytorch import (
     BlockLayout,
+    Branches,
     GlobalTokens,
     Neighborhood,
     PerHead,
@@ -36,6 +37,7 @@ if torch.cuda.is_available():
     pytest.skip(reason, allow_module_level=True)
 
 from dilated_attention_pytorch.kernels import launch
+from dilated_attention_pytorch.kernels.backward import round_kernel, rows_kernel
 from dilated_attention_pytorch.kernels.configs import Config, Configs
 
 SMALL = Configs(*[Config(16, 16, 4, 1)] * 3)
@@ -65,8 +67,10 @@ def test_gathered_blocks(case):
 
 @pytest.mark.slow
 def test_cut_blocks(small_tiles):
-    @given(cases(most=60))
-    @settings(max_examples=20)
+    """The copy engine takes heads that need no filling up."""
+
+    @given(cases(most=60) | cases(most=60, head_dim=16))
+    @settings(max_examples=12)
     def check(case):
         assert_exact(case.to(torch.float32), "triton")
 
@@ -101,7 +105,7 @@ def test_dropout(small, request):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("softcap", [0.5, 30.0, 128.0, 129.0, 1e4, 1e7])
+@pytest.mark.parametrize("softcap", [0.5, 128.0, 129.0, 1e7])
 def test_caps_of_any_size_in_half_precision(softcap):
     """(No derived tolerance: eager PyTorch overflows in these.)"""
     case = make_case(softcap=softcap).to(torch.float16)
@@ -110,8 +114,7 @@ def test_caps_of_any_size_in_half_precision(softcap):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scale", [0.0, -0.2, 0.5])
-@pytest.mark.parametrize("head_dim", [3, 24, 64])
+@pytest.mark.parametrize(("head_dim", "scale"), [(3, 0.5), (24, 0.0), (24, -0.2), (64, 0.5)])
 def test_any_head_dim_and_scale(head_dim, scale):
     assert_exact(make_case(head_dim, scale=scale), "triton")
 
@@ -195,7 +198,7 @@ def test_dilated(small_tiles, monkeypatch):
     clear_layout_cache()
 
     @given(dilated_cases(most=60))
-    @settings(max_examples=25)
+    @settings(max_examples=12)
     def check(case):
         assert_exact(case.to(torch.float32), "triton")
 
@@ -210,6 +213,21 @@ def bitmap_case(lists, blocks, **options):
     shapes = ((2, n, heads, 16) for n, heads in ((50, 4), (70, 2), (70, 2), (50, 4)))
     q, k, v, do = (torch.randn(shape) for shape in shapes)
     return Case(q, k, v, BlockLayout.from_mask(mask, blocks), do, torch.randn(2, 4, 50), **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("heads_kv", [4, 1])
+def test_dilated_in_small_blocks(monkeypatch, heads_kv):
+    """As shards of a ring may need them. A usual tile would walk several, each with a multiplicity of its own."""
+    monkeypatch.setattr(branches, "cheapest_blocks", lambda *args, **options: (16, 1))
+    clear_layout_cache()
+    draw = torch.Generator().manual_seed(0)
+    shapes = (1, 70, 4, 8), (1, 70, heads_kv, 8), (1, 70, heads_kv, 8), (1, 70, 4, 8), (1, 4, 70)
+    q, k, v, do, dlse = (torch.randn(shape, generator=draw) for shape in shapes)
+    case = Case(q, k, v, Branches((20, 64), (1, 2)), do, dlse, is_causal=True)
+    assert_exact(case, "triton")
+    assert_exact(case.to(torch.float16), "triton")
+    clear_layout_cache()
 
 
 @pytest.mark.slow
@@ -241,8 +259,9 @@ KINDS_OF_BIAS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("small", [False, True])
-@pytest.mark.parametrize("name", KINDS_OF_BIAS)
+@pytest.mark.parametrize(
+    ("name", "small"), [*((name, i % 2 == 0) for i, name in enumerate(KINDS_OF_BIAS)), ("dense", True)]
+)
 def test_biases(name, small, request):
     """Each kind alone, with its gradient, and bitwise the same in a second run: tiles of several blocks, and of one."""
     if small:
@@ -279,3 +298,34 @@ def test_patterns_of_a_grid(name):
     assert len(layout.bitmaps)
     q, k, v, do = (torch.randn(1, total, 2, 16) for _ in range(4))
     assert_exact(Case(q, k, v, layout, do, torch.randn(1, 2, total)), "triton")
+
+
+@pytest.mark.parametrize("num_residues", [1, 2])
+def test_sums_of_dq_begin_at_zero_and_are_put_in_order(num_residues):
+    """What surrounds the fused backward for Hopper, which the interpreter does not know: 64 × 64 numbers of dq stand in
+    the order in which a warpgroup holds them, thread by thread, and tiles in the order of blocks."""
+    batch, heads, seq, padded, head_dim, scale = 2, 3, 300, 512, 128, 0.5
+    out, do = torch.randn(2, batch, seq, heads, head_dim)
+    sums, lse = torch.empty(batch, heads, padded, head_dim), torch.randn(batch, heads, seq)
+    row_lse, delta = torch.empty(2, batch, heads, padded)
+    rows_kernel[(padded // 64 * batch * heads,)](
+        out, do, lse, lse, row_lse, delta, sums, *do.stride()[:3], heads, seq, padded, num_residues,
+        D=head_dim, PADDED_D=head_dim, TILE=64, BASE_E=False, DLSE=False, SUMS=True,
+    )  # fmt: skip
+    assert torch.equal(sums, torch.zeros_like(sums))
+    # Where a thread's four numbers of each 8 columns are, by the PTX manual (the accumulator of wgmma.m64nNk16).
+    thread = torch.arange(128)[:, None]
+    row = thread // 32 * 16 + thread % 32 // 4 + torch.tensor([0, 0, 8, 8])
+    column = thread % 4 * 2 + torch.tensor([0, 1, 0, 1])
+    of_rows = torch.randn(batch, heads, padded, head_dim)
+    tiles = of_rows.view(batch, heads, padded // 64, 64, head_dim // 64, 64)
+    held = [tiles[:, :, :, row, :, column + 8 * step] for step in range(8)]  # [128, 4, batch, heads, tiles, parts]
+    sums.view(-1)[:] = torch.stack(held).permute(3, 4, 5, 6, 0, 1, 2).flatten()
+    dq = torch.empty(batch, seq, heads, head_dim)
+    round_kernel[(sums.numel() // 4096,)](sums, dq, heads, seq, padded, num_residues, scale, D=head_dim)
+    place = torch.arange(padded)
+    token = place % (padded // num_residues) * num_residues + place // (padded // num_residues)
+    there = token < seq
+    want = torch.empty_like(dq)
+    want[:, token[there]] = scale * of_rows[:, :, there].transpose(1, 2)
+    assert torch.equal(dq, want)

@@ -41,7 +41,7 @@ def recorded(monkeypatch, compiled):
     sent = []
     for name in KERNELS:
         monkeypatch.setattr(launch, name, compiled(getattr(launch, name), sent))
-    monkeypatch.setattr(launcher, "_bound", {})
+    monkeypatch.setattr(launcher, "_compiled", {})
     return sent
 
 
@@ -324,7 +324,9 @@ def test_direct_launches_send_what_triton_would(sent_directly, monkeypatch):
         return results
 
     monkeypatch.setattr(launch, "results", lambda *args: kept(results(*args)))
-    monkeypatch.setattr(launch, "_gradients", lambda *args: (lambda g, r: (kept(g), kept(r)))(*gradients(*args)))
+    monkeypatch.setattr(
+        launch, "_gradients", lambda *args, **kwargs: (lambda g, r: (kept(g), kept(r)))(*gradients(*args, **kwargs))
+    )
     rounds = []
     for seed in range(4):
         q, k, v, do = inputs(seed)
@@ -407,3 +409,57 @@ def test_a_full_cache_of_calls_loses_nothing_that_is_there(sent):
     for _ in range(3):
         block_sparse_attention(q, k, v, layout, backend="triton")
     assert len(layout.call_cache) == 256
+
+
+class Kernel:
+    """Of two tensors and four numbers, of which Triton looks closer at the last two."""
+
+    arg_names = ("x", "y", "length", "scale", "step", "stride", "WIDTH")
+    params = tuple(SimpleNamespace(do_not_specialize=name in ("length", "scale")) for name in arg_names)
+
+    def __init__(self):
+        self.compiled, self.sent = [], []
+
+    def __getitem__(self, grid):
+        def run(*args, **constants):
+            self.compiled.append((args[2:], constants))
+            self.sent.append((grid, *args, *constants.values()))
+            return self.Code(self.sent)
+
+        return run
+
+    class Code:
+        def __init__(self, sent):
+            self.sent = sent
+
+        def __getitem__(self, grid):
+            return lambda *args: self.sent.append((grid, *args))
+
+
+def test_another_length_compiles_nothing_and_is_no_new_entry(monkeypatch):
+    """What is launched has the numbers and the grid of each call all the same."""
+    monkeypatch.setattr(launcher, "_compiled", {})
+    monkeypatch.setattr(launcher.Direct, "of", lambda compiled, grid: None)
+    kernel, x = Kernel(), torch.zeros(64)
+    for length in (100, 7, 1, 16, 4096):
+        for _ in range(2):
+            again = launcher.launch(kernel, (length, 2), (x, x), (length, 0.5 * length, 32 * length, 3), WIDTH=64)
+        assert kernel.sent[-1] == ((length, 2, 1), x, x, length, 0.5 * length, 32 * length, 3, 64)
+        again.bound.run(x, x, *again.bound.rest)
+        assert kernel.sent[-1] == kernel.sent[-2]
+    assert len(kernel.compiled) == len(launcher._compiled) == 1
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [(2**31, 0.5, 32, 3), (100, 1, 32, 3), (100, 0.5, 33, 3), (100, 0.5, 1, 3), (100, 0.5, 32, 1), (100, 0.5, 32, 16)],
+)
+def test_what_triton_compiles_anew_is_compiled(monkeypatch, numbers):
+    monkeypatch.setattr(launcher, "_compiled", {})
+    monkeypatch.setattr(launcher.Direct, "of", lambda compiled, grid: None)
+    kernel, x = Kernel(), torch.zeros(64)
+    for given in ((100, 0.5, 32, 3), numbers):
+        launcher.launch(kernel, (1,), (x, x), given, WIDTH=64)
+    launcher.launch(kernel, (1,), (x, x), numbers, WIDTH=32)
+    launcher.launch(kernel, (1,), (x[1:], x), numbers, WIDTH=32)
+    assert [sent for sent, _ in kernel.compiled] == [(100, 0.5, 32, 3), numbers, numbers, numbers]

@@ -205,7 +205,7 @@ DAMAGE = {
     "json of another kind": (lambda b: (2).to_bytes(8, "little") + b"[]", "no layout"),
     "no metadata": (lambda b: with_header(b, lambda h: h.pop("__metadata__")), "no layout"),
     "another format": (lambda b: with_header(b, set_meta("format", "pt")), "holds 'pt'"),
-    "a future version": (lambda b: with_header(b, set_meta("version", "3")), "version 3, this is version 2"),
+    "a future version": (lambda b: with_header(b, set_meta("version", "4")), "version 4, this is version 3"),
     "another pattern": (lambda b: with_header(b, set_meta("key", "00")), "another pattern"),
     "sizes": (lambda b: with_header(b, set_meta("sizes", "[1, 2]")), "no layout"),
     "other sizes": (lambda b: with_header(b, set_meta("sizes", "[7, 900, 200, 32, 32, 0, 0, 1, 0]")), "no layout"),

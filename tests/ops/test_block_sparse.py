@@ -437,4 +437,4 @@ class TestEager:
             with torch.set_grad_enabled(training):
                 block_sparse_attention(q, k, v, layout, backend="blockwise")
             made.append(set(layout._derived))
-        assert made == [{"query_work"}, {"query_work", "by_key", "key_work"}]
+        assert made == [{"query_work"}, {"query_work", "by_key", "key_work", "seen_by"}]

@@ -13,6 +13,7 @@ from dilated_attention_pytorch import (
 )
 from dilated_attention_pytorch.layout import clear_layout_cache
 from dilated_attention_pytorch.ops import attend, choose, set_fast_path
+from dilated_attention_pytorch.ops.checks import check_options
 
 WHOLE = "checked in every call"
 
@@ -74,14 +75,13 @@ def test_the_switch(name, qkv, monkeypatch):
         set_fast_path("off")
 
 
-@pytest.mark.parametrize("change", ["dtype", "strides", "scale", "is_causal", "return_lse", "length"])
+@pytest.mark.parametrize("change", ["dtype", "strides", "scale", "is_causal", "return_lse", "deterministic", "length"])
 def test_another_kind_of_call_is_checked(change, qkv):
     """A key that forgot one of these would run a call with the options of another."""
     what, operator = OPERATORS["pattern"]
     operator(qkv)
-    options = {"scale": {"scale": 0.3}, "is_causal": {"is_causal": True}, "return_lse": {"return_lse": True}}.get(
-        change, {}
-    )
+    changes = {"scale": 0.3, "is_causal": True, "return_lse": True, "deterministic": False}
+    options = {change: changes[change]} if change in changes else {}
     if change == "dtype":
         qkv = [x.double() for x in qkv]
     if change == "strides":
@@ -102,6 +102,19 @@ def test_gradients_of_a_known_call(qkv):
     got = torch.autograd.grad(operator(learning).sum(), learning)
     want = torch.autograd.grad(operator(learning, backend="reference").sum(), learning)
     torch.testing.assert_close(got, want)
+
+
+def test_determinism_is_that_of_pytorch_unless_it_is_given(qkv):
+    """The tests are run with deterministic algorithms."""
+    what, operator = OPERATORS["pattern"]
+    operator(qkv)
+    assert explain(*qkv, what, deterministic=True).path.startswith("skips the checks")
+    assert check_options(*qkv[:2]).deterministic
+    assert not check_options(*qkv[:2], deterministic=False).deterministic
+    torch.use_deterministic_algorithms(False)
+    assert explain(*qkv, what).path.startswith("checked now")
+    assert not check_options(*qkv[:2]).deterministic
+    assert check_options(*qkv[:2], deterministic=True).deterministic
 
 
 def test_bitmaps_are_named_with_what_they_take():

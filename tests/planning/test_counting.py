@@ -52,7 +52,10 @@ def test_the_blocks_of_any_pattern_are_counted_as_they_are_built(data):
 def test_the_lists_of_dilated_attention_are_bounded_closely(branches, is_causal):
     layout = layout_of_branches(branches, 16384, num_heads=4, is_causal=is_causal)
     planned, built = lists_of_branches(branches, 16384, 4, is_causal), ListSize.of(layout)
-    exact = ("block_q", "num_q_blocks", "num_k_blocks", "num_lists", "list_heads", "named", "kind", "num_residues")
+    exact = (
+        "block_q", "num_q_blocks", "num_k_blocks", "num_lists", "list_heads", "named", "kind", "num_residues",
+        "run_plan",
+    )  # fmt: skip
     assert {name: getattr(planned, name) for name in exact} == {name: getattr(built, name) for name in exact}
     assert built.blocks <= planned.blocks <= 1.7 * built.blocks
     assert built.widest <= planned.widest

@@ -13,12 +13,18 @@ dq, dk and dv, in the shapes and dtypes of the tensors. The gradient of `query_t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import wraps
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..options import CallOptions
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +44,7 @@ class Request:
     placed: bool = False  # a part whose tokens are told where they stand in the whole
     named: bool = False  # by the caller, not looked for
     return_lse: bool = False
+    deterministic: bool = False  # gradients
     capability: tuple[int, int] | None = None  # of a GPU that is planned for and need not be here; None: ask the device
 
     @staticmethod
@@ -57,6 +64,7 @@ class Request:
             has_score_mods=options.has_score_mods,
             named=named,
             return_lse=return_lse or options.sinks is not None,
+            deterministic=options.deterministic,
         )
 
 
@@ -70,6 +78,24 @@ def results_of(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     batch, seq_q, heads, _ = q.shape
     out = torch.empty(batch, seq_q, heads, v.shape[3], dtype=q.dtype, device=q.device)
     return out, torch.empty(batch, heads, seq_q, dtype=compute_dtype(q.dtype), device=q.device)
+
+
+def in_fixed_order(backward: Callable[P, T]) -> Callable[P, T]:
+    """A backward of PyTorch's own operators, whose sums on CUDA have a fixed order only where PyTorch is told so."""
+
+    @wraps(backward)
+    def run(*args: P.args, **keywords: P.kwargs) -> T:
+        asked = any(isinstance(x, CallOptions) and x.deterministic for x in args)
+        on_gpu = any(isinstance(x, Tensor) and x.is_cuda for x in args)
+        if not (asked and on_gpu) or torch.are_deterministic_algorithms_enabled():
+            return backward(*args, **keywords)
+        torch.use_deterministic_algorithms(True)
+        try:
+            return backward(*args, **keywords)
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+    return run
 
 
 def aligned_queries(document_ids: Tensor, seq_q: int) -> Tensor:

@@ -9,18 +9,21 @@ from torch import Tensor
 
 from ..options import Bias
 
+Pairs = tuple[Tensor, Tensor]
 
-def bias_of_pairs(bias: Bias, query: Tensor, key: Tensor, seq_q: int, seq_k: int) -> Tensor:
+
+def bias_of_pairs(bias: Bias, query: Tensor, key: Tensor, seq_q: int, seq_k: int, whole: Pairs | None = None) -> Tensor:
     """[batch or 1, heads or 1, *pairs], differentiable.
 
     Args:
         query, key: their numbers, int64, in as many dimensions, which broadcast to the pairs. Numbers beyond the last
             get what that gets.
+        whole: the same numbers in the whole, where the call is a part of one over a ring: slopes go by these.
     """
     query, key = query.clamp(max=seq_q - 1), key.clamp(max=seq_k - 1)
     parts = []
     if bias.slopes is not None:
-        before, behind = _distances(query, key, seq_q, seq_k)
+        before, behind = _distances(query, key, seq_q, seq_k) if whole is None else _distances(*whole, 0, 0)
         slopes = bias.slopes.reshape(*bias.slopes.shape, *[1] * before.ndim)
         if bias.slopes.shape[2] == 1:
             parts.append(-slopes[:, :, 0] * (before + behind))
@@ -75,20 +78,32 @@ class BiasGradient:
         }
 
     def add(
-        self, dscores: Tensor, sample: int, heads: slice, query: Tensor, key: Tensor, seq_q: int, seq_k: int
+        self,
+        dscores: Tensor,
+        sample: int,
+        heads: slice,
+        query: Tensor,
+        key: Tensor,
+        lengths: tuple[int, int],
+        whole: Pairs | None = None,
     ) -> None:
         """Of pairs [num, heads, queries, keys] of a sample; every pair comes once.
 
         Args:
             query, key: [num, queries] and [num, keys]. The gradient is 0 where there is none.
+            whole: the same in the whole, see `bias_of_pairs`.
         """
+        seq_q, seq_k = lengths
+        if whole is not None:
+            whole = whole[0][:, :, None], whole[1][:, None]
         query, key = query.clamp(max=seq_q - 1)[:, :, None], key.clamp(max=seq_k - 1)[:, None]
         for name, total in self.sums.items():
             of_sample = total[sample if len(total) > 1 else 0]
             mine = of_sample[heads] if len(of_sample) > 1 else of_sample
             parts = dscores if len(mine) == dscores.shape[1] else dscores.sum(1, keepdim=True)
             if name == "slopes":
-                before, behind = (x.to(parts.dtype)[:, None] for x in _distances(query, key, seq_q, seq_k))
+                far = _distances(query, key, seq_q, seq_k) if whole is None else _distances(*whole, 0, 0)
+                before, behind = (x.to(parts.dtype)[:, None] for x in far)
                 each = [before + behind] if mine.shape[1] == 1 else [before, behind]
                 mine -= torch.stack([(parts * x).sum((0, 2, 3), dtype=total.dtype) for x in each], dim=-1)
             elif name == "table":

@@ -26,17 +26,15 @@ from ..layout.size import ListSize
 from ..options import CallOptions
 from ..patterns.blocks import ceil_div
 from . import workers
-from .base import Request, aligned_queries, compute_dtype, results_of
+from .base import Request, aligned_queries, compute_dtype, in_fixed_order, results_of
 from .bias import BiasGradient, bias_of_pairs, of_one_sample
 from .dropout import in_whole, keep_mask
 from .scratch import Scratch
 from .sizes import SizeRequest, Workspace
-from .tiling import Cut, Tile, Tiling, Unit
+from .tiling import MASKS_KEPT, Cut, KeptMasks, Tile, Tiling, Unit
 
 name = "blockwise"
 needs_work_order = False
-
-ANYWHERE = 1 << 62  # beyond all tokens
 
 
 def can_run(request: Request) -> tuple[bool, str]:
@@ -95,6 +93,7 @@ def _forward(call: _Call, units: Iterator[Unit], q: Tensor, out: Tensor, lse: Te
         call.store_lse(lse, unit, total)
 
 
+@in_fixed_order
 def backward(
     do: Tensor,
     dlse: Tensor | None,
@@ -215,7 +214,7 @@ class _Call(Tiling):
             share = self.share(at_once)
             share.own_key_heads = range(self.key_heads * i // num, self.key_heads * (i + 1) // num)
             share.scratch = Scratch(self.k)
-            share.plans = {}
+            share.plans, share.masks = {}, KeptMasks(MASKS_KEPT // num)
             shares.append(share)
         self.enlarge /= at_once
         return shares
@@ -330,17 +329,10 @@ class _Call(Tiling):
         if options.bias is not None:
             of_unit = of_one_sample(options.bias, unit.sample, unit.heads)
             query, key = self._queries(tile)[:, :, None, None], self._keys(tile)[:, None]
-            lengths = layout.lengths
-            if options.places is not None:  # then the distance is all that counts
-                query, key = in_whole(options.places, query, key)
-                lengths = ANYWHERE, ANYWHERE
-            cells.add_(bias_of_pairs(of_unit, query, key, *lengths)[0].transpose(0, 1))
+            whole = None if options.places is None else in_whole(options.places, query, key)
+            cells.add_(bias_of_pairs(of_unit, query, key, *layout.lengths, whole)[0].transpose(0, 1))
         if tile.rule_ids is not None:
-            partial = tile.blocks[:, tile.num_full :]
-            query_block = tile.query_blocks[:, None].expand_as(partial)
-            allowed = layout.token_mask(query_block.flatten(), partial.flatten(), tile.rule_ids.flatten())
-            allowed = allowed.view(num, 1, -1, layout.block_q, layout.block_k).transpose(2, 3)
-            cells[..., tile.num_full :, :].masked_fill_(~allowed, -torch.inf)
+            cells[..., tile.num_full :, :].masked_fill_(self.hidden(tile, tile.rule_ids), -torch.inf)
         if tile.times is not None:
             cells.add_(tile.times.clamp(min=1).to(scores.dtype).log()[:, None, None, :, None])
             piece, at = (tile.times == 0).nonzero(as_tuple=True)
@@ -363,7 +355,8 @@ class _Call(Tiling):
         """The gradient of a tile's scores, as it is before that of a cap."""
         seen = dscores.unflatten(1, (self.stacked, -1))
         query, key = self._queries(tile), self._keys(tile).flatten(1)
-        of_bias.add(seen, unit.sample, unit.heads, query, key, self.layout.seq_q, self.layout.seq_k)
+        whole = None if self.options.places is None else in_whole(self.options.places, query, key)
+        of_bias.add(seen, unit.sample, unit.heads, query, key, self.layout.lengths, whole)
 
     def _queries(self, tile: Tile) -> Tensor:
         """Query numbers [num, block_q]."""
@@ -426,7 +419,8 @@ def workspace(request: SizeRequest) -> Workspace:
     rows += max(shape.head_dim, width_v)
     backward = num * (_scratch_of(cut.share(at_once), lists, rows=rows, scores=2) + keys_and_values + a_key_head)
     plans = 4 * lists.blocks + 24 * lists.rows
-    return Workspace(forward * shape.compute + plans, backward * shape.compute + num * plans)
+    masks = min(MASKS_KEPT, lists.rows * lists.partial * lists.block_q * lists.block_k)
+    return Workspace(forward * shape.compute + plans + masks, backward * shape.compute + num * plans + masks)
 
 
 def _scratch_of(cut: Cut, lists: ListSize, *, shared_by: int = 1, rows: int, scores: int) -> int:

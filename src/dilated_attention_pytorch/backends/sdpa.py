@@ -25,6 +25,9 @@ def can_run(request: Request) -> tuple[bool, str]:
         "lse was asked for": request.return_lse,
         "dropout is not reproducible there": request.dropout,
         "key_padding_mask and document_ids need a dense mask there": request.is_masked,
+        "its gradients repeat bit for bit only under torch.use_deterministic_algorithms(True)": (
+            request.deterministic and request.device.type == "cuda" and not torch.are_deterministic_algorithms_enabled()
+        ),
         "softcap, alibi_slopes and bias are unknown there": request.has_score_mods,
         "it has a linear-memory kernel for grouped key heads in half precision on CUDA alone": (
             request.grouped and (request.device.type != "cuda" or request.dtype not in (torch.float16, torch.bfloat16))

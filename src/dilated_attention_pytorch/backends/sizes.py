@@ -75,12 +75,16 @@ class SizeRequest:
     Attributes:
         device: "cpu" or "cuda".
         threads: those of PyTorch, on a CPU.
+        capability: of a GPU; (0, 0) if nothing is known of it.
+        deterministic: as in `CallOptions`.
     """
 
     shape: Shape
     lists: ListSize
     device: str
     threads: int = 1
+    capability: tuple[int, int] = (0, 0)
+    deterministic: bool = True
 
 
 class Workspace(NamedTuple):

@@ -30,6 +30,7 @@ SHARE = 1 << 17  # scores that are worth a thread: starting one takes some 20 µ
 SPLIT = 1 << 22  # scores from which on the operators of a lone thread are split over the others
 COPIES = 1 << 22  # elements of the copies of key heads up to which each thread may hold its own
 HEADS_A_COPY = 4  # beyond, key heads for each copy of one that is held at a time
+MASKS_KEPT = 1 << 20  # bytes of masks of partial blocks that are kept for the heads and samples that share them
 REUSE = 2  # uses of a key block above which copying it first pays
 ACCELERATOR = 32  # how many times larger tiles and ranges are where there is no cache to stay in but a launch to pay
 
@@ -61,6 +62,18 @@ class Tile:
     times: Tensor | None  # [num, width] how often the pairs of a block count, 0 where they differ; None: once
     first: bool  # no earlier piece of these rows
     masked: bool  # some row may have no key at all
+
+
+class KeptMasks:
+    """Masks of tiles, as long as there is room."""
+
+    def __init__(self, room: int) -> None:
+        self.room, self.of_tile = room, dict[int, Tensor]()  # by id: a tile lives as long as its plan
+
+    def keep(self, tile: Tile, mask: Tensor) -> None:
+        if mask.numel() <= self.room:
+            self.of_tile[id(tile)] = mask
+            self.room -= mask.numel()
 
 
 class Cut:
@@ -150,6 +163,7 @@ class Tiling(Cut):
         )
         self.layout, self.masked, self.batch, self.device = layout, masked, q.shape[0], q.device
         self.plans: dict[tuple[int, range], list[Tile]] = {}
+        self.masks = KeptMasks(MASKS_KEPT)
         self.edges = lists.offsets.cpu().long(), lists.splits.cpu().long()
 
     def ranges(self, shared_by: int = 1) -> list[range]:
@@ -217,6 +231,17 @@ class Tiling(Cut):
         if key not in self.plans:
             self.plans[key] = list(self._plan(unit))
         return self.plans[key]
+
+    def hidden(self, tile: Tile, rule_ids: Tensor) -> Tensor:
+        """Which pairs of a tile's partial blocks are not allowed, [num, 1, block_q, partial, block_k]."""
+        mask = self.masks.of_tile.get(id(tile))
+        if mask is None:
+            partial = tile.blocks[:, tile.num_full :]
+            query_block = tile.query_blocks[:, None].expand_as(partial)
+            allowed = self.layout.token_mask(query_block.flatten(), partial.flatten(), rule_ids.flatten())
+            mask = ~allowed.view(len(partial), 1, -1, self.layout.block_q, self.layout.block_k).transpose(2, 3)
+            self.masks.keep(tile, mask)
+        return mask
 
     def _plan(self, unit: Unit) -> Iterator[Tile]:
         piece = self.piece

@@ -40,7 +40,7 @@ def reported(run: Callable[[Console], Document], *, as_json: bool, debug: bool) 
             raise
         failure = error
         document = error.document if isinstance(error, FailedError) else None
-    if as_json and document is not None:
+    if as_json and document:  # of several processes one has it
         print(json.dumps(document, indent=1))
     if failure is not None:
         first, *_ = str(failure).splitlines() or [type(failure).__name__]

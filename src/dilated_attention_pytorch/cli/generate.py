@@ -17,11 +17,10 @@ from torch import Tensor
 
 from ..models import LongNetLM
 from ..models.sampling import Sampling
-from ..patterns import Pattern
-from .models import ByteTokenizer, Found, ends, registered_in
+from .models import ByteTokenizer, Found, ends
 from .output import Document
 from .printing import decoded_bytes, decoded_tokens, escaped
-from .rules import Fixed, check_rules
+from .rules import Fixed, Rule, check_rules, in_model
 
 START = "\n"  # the prompt if there is none
 
@@ -48,14 +47,13 @@ class Draws:
 
 
 def run(
-    console: Console, model: str, *, prompt: str, draws: Draws, pattern: str | None, echo: bool, device: str
+    console: Console, model: str, *, prompt: str, draws: Draws, rule: Rule | None, echo: bool, device: str
 ) -> Document:
     """Stream to the console; how fast it was goes to stderr, so that a pipe gets the text and nothing else."""
     sampling, seed = draws.sampling(device)
     found = Found.named(model)
-    rule = None if pattern is None else Fixed.named(pattern)
     if rule is not None:
-        if found.is_longnet:
+        if found.is_longnet and isinstance(rule, Fixed):
             raise ValueError(f"--pattern is for models of transformers: {found.name} has the branches it learned with")
         check_rules([rule], found)
     tokenizer = found.tokenizer()
@@ -101,14 +99,12 @@ def _tokens(model: LongNetLM, ids: Tensor, count: int, sampling: Sampling) -> It
 
 @torch.no_grad()
 def _tokens_of_transformers(
-    model: Any, ids: Tensor, count: int, sampling: Sampling, rule: Fixed | None
+    model: Any, ids: Tensor, count: int, sampling: Sampling, rule: Rule | None
 ) -> Iterator[int]:
     """Until the model says that it ends."""
     stop = ends(model)
-    pattern = None if rule is None else rule.pattern
-    assert pattern is None or isinstance(pattern, Pattern)
-    with nullcontext() if pattern is None else registered_in(model, pattern):
-        cache = None if pattern is None else _cache(model)
+    with nullcontext() if rule is None else in_model(model, rule):
+        cache = _cache(model) if isinstance(rule, Fixed) else None
         for _ in range(count):
             try:
                 out = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)

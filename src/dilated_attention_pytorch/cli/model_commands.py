@@ -15,7 +15,8 @@ from . import perplexity as perplexity_module
 from . import train as train_module
 from .command import Debug, Device, Json, app, check_text, device_of, refuse_given, reported
 from .output import Document
-from .rules import rules_of
+from .ranks import ranks_of_torchrun
+from .rules import rule_of, rules_of
 
 OF_ANY_RUN = {"text", "resume", "steps", "save_every", "log", "as_json", "debug"}
 
@@ -44,7 +45,7 @@ def train(
         typer.Option(min=1, help="Steps in all.", show_default="1000"),
     ] = None,
     seq_len: Annotated[int, typer.Option(min=2, help="Bytes a sample.")] = 2048,
-    batch: Annotated[int, typer.Option(min=1, help="Samples of a backward pass.")] = 8,
+    batch: Annotated[int, typer.Option(min=1, help="Samples of a backward pass, in each process.")] = 8,
     accumulate: Annotated[int, typer.Option(min=1, help="Backward passes a step; their gradients add up.")] = 1,
     dim: Annotated[int, typer.Option(min=2, help="Features.")] = 256,
     layers: Annotated[int, typer.Option(min=1, help="Layers.")] = 4,
@@ -64,6 +65,9 @@ def train(
     checkpointing: Annotated[
         bool, typer.Option("--checkpointing", help="Keep only the layers' inputs for the backward pass.")
     ] = False,
+    compiled: Annotated[
+        bool, typer.Option("--compile", help="Compile each layer as a whole; the first step takes a minute.")
+    ] = False,
     seed: Annotated[int, typer.Option(min=0, help="Of parameters, samples and dropout.")] = 0,
     device: Device = None,
     as_json: Json = False,
@@ -75,8 +79,9 @@ def train(
     dilated-attention train book.txt --out run --steps 2000
     dilated-attention train book.txt --steps 20 --seq-len 256 --dim 64 --layers 2 --json
     dilated-attention train --resume run --steps 4000 --log csv
+    torchrun --nproc-per-node 8 -m dilated_attention_pytorch train book.txt --out run
 
-    All figures are bits a byte. Sample from the run with `generate`.
+    All figures are bits a byte. Under torchrun each process has --batch samples. Sample from the run with `generate`.
     """
 
     def trained(console: Console) -> Document:
@@ -84,7 +89,7 @@ def train(
         if resume is not None:
             refuse_given(context, OF_ANY_RUN, f"is that of the run in {resume}: leave it out")
             before, options = train_module.options_of_run(resume, steps)
-            return train_module.run(console, text or before, resume, options, **reports, extends=steps is not None)
+            return begun(console, text or before, resume, options, **reports, extends=steps is not None)
         if text is None:
             raise ValueError("TEXT must be a file to learn, or --resume the folder of a run")
         check_text(text)
@@ -108,8 +113,14 @@ def train(
             eval_every=eval_every,
             seed=seed,
             device=device_of(device),
+            compiled=compiled,
         )
-        return train_module.run(console, text, out, options, **reports)
+        return begun(console, text, out, options, **reports)
+
+    def begun(console: Console, text: Path, out: Path, options: train_module.Options, **reports: Any) -> Document:
+        with ranks_of_torchrun(options.device) as ranks:
+            console.quiet = not ranks.is_first
+            return train_module.run(console, text, out, options, **reports, ranks=ranks)
 
     reported(trained, as_json=as_json, debug=debug)
 
@@ -183,17 +194,36 @@ def generate(
         Optional[str],  # noqa: UP045
         typer.Option(help="Attention of a model of transformers, see `show --help`.", show_default="the model's own"),
     ] = None,
+    scorer: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help=f"Blocks chosen from the content, by {', '.join(SCORERS)}.", show_default="none"),
+    ] = None,
+    keep: Annotated[
+        Optional[float],  # noqa: UP045
+        typer.Option(help="Share of the causal blocks that the scorer keeps.", show_default="0.25"),
+    ] = None,
+    block: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="Tokens of the scorer's blocks, of query x key blocks.", show_default="64x16"),
+    ] = None,
+    rule: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(help="A file of `calibrate`, which says how blocks are chosen.", show_default="none"),
+    ] = None,
     echo: Annotated[bool, typer.Option(help="Show the prompt, too.")] = True,
     device: Device = None,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Sample from a model: what `train` made, or one of transformers, dense or with a pattern. Nothing is downloaded.
+    """Sample from a model: what `train` made, or one of transformers, dense, with a pattern or with chosen blocks.
+
+    Nothing is downloaded.
 
     \b
     dilated-attention generate run --prompt 'def '
     dilated-attention generate run --prompt-file start.txt --max-tokens 2000 --top-p 0.9 --seed 1 > more.txt
     dilated-attention generate models/smollm2 --prompt 'Once' --pattern 'window:1024 | global:4' --temperature 0
+    dilated-attention generate models/smollm2 --prompt-file book.txt --scorer patches --keep 0.25
 
     Text appears as it is drawn; control characters are written out on a terminal, and not in a pipe.
     """
@@ -204,13 +234,14 @@ def generate(
         draws = generate_module.Draws(
             max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
         )
+        attention = rule_of(pattern, scorer, keep, block, rule)
         text = prompt or ""
         if prompt_file is not None:
             if not prompt_file.is_file():
                 raise ValueError(f"--prompt-file must be a file, got {prompt_file}")
             text = prompt_file.read_text(encoding="utf-8", errors="surrogateescape")
         return generate_module.run(
-            console, model, prompt=text, draws=draws, pattern=pattern, echo=echo, device=device_of(device)
+            console, model, prompt=text, draws=draws, rule=attention, echo=echo, device=device_of(device)
         )
 
     reported(generated, as_json=as_json, debug=debug)

@@ -152,6 +152,25 @@ def rules_of(
     return [*fixed, *(Chosen.named(scorer, share, block) for scorer in scorers for share in (keep or [0.25]))]
 
 
+def rule_of(
+    pattern: str | None, scorer: str | None, keep: float | None, block: str | None, file: Path | None
+) -> Rule | None:
+    """The one that options name, as a user's model has it; None where they name none."""
+    named = {"--pattern": pattern, "--scorer": scorer, "--rule": file}
+    given = [name for name, x in named.items() if x is not None]
+    if len(given) > 1:
+        raise ValueError(f"attention must be one of {', '.join(named)}, got {' and '.join(given)}")
+    if scorer is None:
+        for name, x in (("--keep", keep), ("--block", block)):
+            if x is not None:
+                raise ValueError(f"{name} is for --scorer, got {x} without one")
+    if pattern is not None:
+        return Fixed.named(pattern)
+    if file is not None:
+        return Registered.from_file(file)
+    return None if scorer is None else Registered.of(Chosen.named(scorer, 0.25 if keep is None else keep, block))
+
+
 def check_rules(rules: Sequence[Rule], found: Found) -> None:
     """Refuse what the model cannot take, before it is loaded."""
     for rule in rules:

@@ -10,6 +10,9 @@ Everything is in the folder of the run:
 A step depends on the parameters, the optimizer, the options and its own number alone: its bytes and its dropout are
 drawn from (seed, step). So a run that was killed, at any moment, goes on from its checkpoint when the command is given
 again, and ends where it would have ended.
+
+Under `torchrun` each process takes `batch` samples of every backward pass, and gradients are those of all: the run is
+that of one process with so many times the batch, to rounding. The first process talks and writes.
 """
 
 from __future__ import annotations
@@ -23,15 +26,16 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..models import LongNetConfig, LongNetLM
 from ..models.storage import load_about, load_tensors, save_tensors
 from ..patterns.base import check_int
 from .output import NO_PICTURE, Document, can_draw
 from .printing import escaped
+from .ranks import ALONE, Ranks, apart
 from .training_log import Log, Row, check_logs, plot, progress
-from .utilization import flops_of_token, matmul_rate
+from .utilization import Products, matmul_rate
 
 SAMPLE_BYTES = 200
 EVALUATED = 8  # batches of held-out bytes at the most, so that evaluating costs little beside training
@@ -43,9 +47,11 @@ class Options:
     """What a run is made of, apart from its file; two runs with equal options and files are the same run.
 
     Attributes:
-        batch, accumulate: samples of a backward pass, and backward passes of a step.
+        batch, accumulate: samples of a backward pass in each process, and backward passes of a step.
         held_out: the share at the end of the file that is not trained on.
         eval_every: steps between two evaluations of the held-out bytes.
+        ranks: how many processes.
+        compiled: whether each layer is compiled as a whole.
     """
 
     model: LongNetConfig
@@ -59,6 +65,8 @@ class Options:
     eval_every: int = 100
     seed: int
     device: str
+    ranks: int = 1
+    compiled: bool = False
     file: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -80,34 +88,40 @@ def run(
     save_every: int = 100,
     logs: tuple[str, ...] = (),
     extends: bool = False,
+    ranks: Ranks = ALONE,
 ) -> Document:
     """Train until `options.steps`, from the checkpoint in `out` if there is one.
 
     Args:
         logs: "csv", "tensorboard" or both.
         extends: whether the checkpoint may be of a run of another number of steps.
+        ranks: the processes of the run; of all but the first the result is empty.
     """
     check_int("save_every", save_every, least=1)
     check_logs(logs)
     data = text.read_bytes()
     trained, held_out = _split(data, options, text)
-    options = replace(options, file={"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()})
+    file = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    options = replace(options, file=file, ranks=ranks.size)
     before = State.saved_options(out / CHECKPOINT) if (out / CHECKPOINT).exists() else None
     if before is not None:
         _check_same(before, options, out, extends)
     out.mkdir(parents=True, exist_ok=True)
-    state = State.new(options, text) if before is None else State.resumed(out / CHECKPOINT, options)
+    state = State.new(options, text, ranks) if before is None else State.resumed(out / CHECKPOINT, options, ranks)
     parameters = sum(p.numel() for p in state.model.parameters())
+    where = options.device if ranks.size == 1 else f"{ranks.size} processes, {options.device}"
     console.print(
-        f"{parameters:,} parameters on {options.device}, {len(trained):,} bytes of {text.name}",
+        f"{parameters:,} parameters on {where}, {len(trained):,} bytes of {text.name}",
         markup=False,
         soft_wrap=True,
     )
     start = len(state.bits)
     if before is not None:
         _announce(console, before, options, start)
-    with Log(out, logs, start) as log:
+    with Log(out, logs if ranks.is_first else (), start) as log:
         _train(console, state, (trained, held_out), options, out, save_every, log)
+    if not ranks.is_first:
+        return {}
     state.model.eval().save(out / MODEL)
     return {
         "parameters": parameters,
@@ -144,21 +158,21 @@ def _train(
     trained, held_out = data
     try:
         state.evaluate_if_due(held_out, options)  # a run may have been stopped just before
-        most = matmul_rate(options.device) / flops_of_token(state.model, options.seq_len)
+        most = options.ranks * matmul_rate(options.device) / Products.of(state.model, options.seq_len).of_token
         with progress(console, start, options.steps, most) as report:
             for step in range(start, options.steps):
                 began = perf_counter()
                 bits = state.train(step, trained, options)
-                rate = options.accumulate * options.batch * options.seq_len / (perf_counter() - began)
+                rate = _samples(options) * options.seq_len / (perf_counter() - began)
                 held_out_bits = state.evaluate_if_due(held_out, options)
                 row = Row(step + 1, bits, held_out_bits, options.learning_rate * _schedule(step, options), rate)
                 report(row)
                 log.write(row)
-                if (step + 1) % save_every == 0 or step + 1 == options.steps:
+                if state.ranks.is_first and ((step + 1) % save_every == 0 or step + 1 == options.steps):
                     state.save(out / CHECKPOINT, options)
                     saved = step + 1
     except KeyboardInterrupt:
-        if len(state.bits) > saved:
+        if len(state.bits) > saved and state.ranks.is_first:
             state.save(out / CHECKPOINT, options)
         console.print(f"Stopped after step {len(state.bits)}; the same command goes on.")
         raise
@@ -171,22 +185,33 @@ class State:
         text: the file that is learned, for `--resume`.
         bits: bits a byte of each step's own samples, before the step.
         curve: (step, bits a byte) of the held-out bytes after that step.
+        loss: the module that gives the loss of some samples.
     """
 
     def __init__(
-        self, model: LongNetLM, learning_rate: float, text: str, bits: list[float], curve: list[tuple[int, float]]
+        self,
+        model: LongNetLM,
+        options: Options,
+        text: str,
+        bits: list[float],
+        curve: list[tuple[int, float]],
+        ranks: Ranks,
     ) -> None:
         self.model, self.text, self.bits, self.curve = model, text, bits, curve
+        if options.compiled:
+            for layer in model.layers:
+                layer.compile(fullgraph=True)
+        self.ranks, self.loss = ranks, ranks.wrapped(_Loss(model), options.device)
         matrices = [p for p in model.parameters() if p.ndim > 1]
         rest = [p for p in model.parameters() if p.ndim <= 1]
         groups = [{"params": matrices, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
-        self.optimizer = torch.optim.AdamW(groups, lr=learning_rate, betas=(0.9, 0.95))
+        self.optimizer = torch.optim.AdamW(groups, lr=options.learning_rate, betas=(0.9, 0.95))
 
     @classmethod
-    def new(cls, options: Options, text: Path) -> State:
+    def new(cls, options: Options, text: Path, ranks: Ranks = ALONE) -> State:
         torch.manual_seed(options.seed)
         model = LongNetLM(options.model).to(options.device)
-        return cls(model, options.learning_rate, str(text.resolve()), [], [])
+        return cls(model, options, str(text.resolve()), [], [], ranks)
 
     @staticmethod
     def saved_options(path: Path) -> Options:
@@ -197,11 +222,11 @@ class State:
         return Options(**{**found, "model": LongNetConfig(**found["model"])})
 
     @classmethod
-    def resumed(cls, path: Path, options: Options) -> State:
+    def resumed(cls, path: Path, options: Options, ranks: Ranks = ALONE) -> State:
         tensors, about = load_tensors(path, options.device)
         curve = [(int(step), bits) for step, bits in tensors["curve"].tolist()]
         model = LongNetLM(options.model).to(options.device)
-        state = cls(model, options.learning_rate, about["text"], tensors["bits"].tolist(), curve)
+        state = cls(model, options, about["text"], tensors["bits"].tolist(), curve, ranks)
         state.model.load_state_dict(below("model.", tensors))
         for name, parameter in state.model.named_parameters():
             state.optimizer.state[parameter] = below(f"optimizer.{name}.", tensors)
@@ -220,18 +245,21 @@ class State:
         torch.manual_seed(options.seed * 1_000_003 + step + 1)
         for group in self.optimizer.param_groups:
             group["lr"] = options.learning_rate * _schedule(step, options)
-        first = torch.randint(len(data) - options.seq_len, (options.accumulate * options.batch,))
-        rows = data[first[:, None] + torch.arange(options.seq_len + 1)].long().to(options.device)
+        first = torch.randint(len(data) - options.seq_len, (_samples(options),))
+        if not self.ranks.is_first:  # what dropout draws is another process's own
+            torch.manual_seed(torch.initial_seed() + (self.ranks.rank << 40))
+        rows = self.ranks.own(data[first[:, None] + torch.arange(options.seq_len + 1)]).long().to(options.device)
         self.model.train()
         self.optimizer.zero_grad()
-        losses = []
-        for part in rows.split(options.batch):
-            loss = _loss(self.model, part) / options.accumulate
-            loss.backward()
+        losses, parts = [], rows.split(options.batch)
+        for i, part in enumerate(parts):
+            with apart(self.loss, last=i + 1 == len(parts)):
+                loss = self.loss(part) / options.accumulate
+                loss.backward()
             losses.append(loss.detach())
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
-        self.bits.append(torch.stack(losses).sum().item() / math.log(2))
+        self.bits.append(self.ranks.total(torch.stack(losses).sum()).item() / self.ranks.size / math.log(2))
         if not math.isfinite(self.bits[-1]):
             raise RuntimeError(f"the loss of step {step + 1} is {self.bits[-1]}: try a lower learning rate")
         return self.bits[-1]
@@ -243,14 +271,38 @@ class State:
         if not due or (self.curve and self.curve[-1][0] >= step):
             return None
         self.model.eval()
-        self.curve.append((step, _evaluate(self.model, held_out, options)))
+        self.curve.append((step, self._evaluate(held_out, options)))
         return self.curve[-1][1]
 
+    @torch.no_grad()
+    def _evaluate(self, held_out: Tensor, options: Options) -> float:
+        """Bits a byte over rows of `seq_len` of the held-out bytes; if they are many, over some from everywhere."""
+        rows = held_out[: len(held_out) // (options.seq_len + 1) * (options.seq_len + 1)].view(-1, options.seq_len + 1)
+        most = EVALUATED * _samples(options)
+        if len(rows) > most:
+            rows = rows[torch.arange(most) * len(rows) // most]
+        total = torch.zeros((), device=options.device, dtype=torch.float64)
+        for part in self.ranks.own(rows).split(options.batch):
+            if len(part):
+                total += _Loss(self.model)(part.long().to(options.device)) * len(part)
+        return self.ranks.total(total).item() / len(rows) / math.log(2)
 
-def _loss(model: LongNetLM, rows: Tensor) -> Tensor:
+
+class _Loss(nn.Module):
     """Nats a byte, each row's successors given what is before them; bfloat16 on a GPU."""
-    with torch.autocast("cuda", dtype=torch.bfloat16, enabled=rows.is_cuda):
-        return model.loss(rows[:, :-1], rows[:, 1:])
+
+    def __init__(self, model: LongNetLM) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, rows: Tensor) -> Tensor:
+        with torch.autocast("cuda", dtype=torch.bfloat16, enabled=rows.is_cuda):
+            return self.model.loss(rows[:, :-1], rows[:, 1:])
+
+
+def _samples(options: Options) -> int:
+    """Of a step, in all processes."""
+    return options.accumulate * options.batch * options.ranks
 
 
 def _schedule(step: int, options: Options) -> float:
@@ -272,17 +324,6 @@ def _split(data: bytes, options: Options, text: Path) -> tuple[Tensor, Tensor]:
     return both[:-held_out], both[-held_out:]
 
 
-@torch.no_grad()
-def _evaluate(model: LongNetLM, held_out: Tensor, options: Options) -> float:
-    """Bits a byte over rows of `seq_len` of the held-out bytes; if they are many, over some from everywhere."""
-    rows = held_out[: len(held_out) // (options.seq_len + 1) * (options.seq_len + 1)].view(-1, options.seq_len + 1)
-    most = EVALUATED * options.batch * options.accumulate
-    if len(rows) > most:
-        rows = rows[torch.arange(most) * len(rows) // most]
-    parts = [part.long().to(options.device) for part in rows.split(options.batch)]
-    return sum(_loss(model, part).item() * len(part) for part in parts) / len(rows) / math.log(2)
-
-
 def _check_same(before: Options, options: Options, out: Path, extends: bool) -> None:
     """Refuse to go on from the checkpoint of another run."""
     was, now = _plain(asdict(before)), _plain(asdict(options))
@@ -292,6 +333,10 @@ def _check_same(before: Options, options: Options, out: Path, extends: bool) -> 
             instead = "Give another --out for another run"
             if name == "steps":
                 instead = f"`dilated-attention train --resume {out} --steps {new}` goes on to another number of them"
+            if name == "ranks":
+                instead = (
+                    f"`torchrun --nproc-per-node {old} -m dilated_attention_pytorch train …` has as many processes"
+                )
             raise ValueError(
                 f"{name} must be what it was when the run began, {old}, to go on from {out / CHECKPOINT}; got {new}. "
                 f"{instead}"
@@ -313,7 +358,11 @@ def _finish(console: Console, state: State, held_out: Tensor, options: Options, 
     console.print(f"Held-out bytes: {state.curve[-1][1]:.3f} bits a byte.")
     draw = torch.Generator(options.device).manual_seed(options.seed)
     prompt = held_out[None, : min(64, options.seq_len)].long().to(options.device)
-    sample = state.model.generate(prompt, SAMPLE_BYTES, temperature=0.8, generator=draw)[0].tolist()
+    model = state.model
+    if options.compiled:  # for one length; those of a growing cache are others
+        model = LongNetLM(options.model).to(options.device).eval()
+        model.load_state_dict(state.model.state_dict())
+    sample = model.generate(prompt, SAMPLE_BYTES, temperature=0.8, generator=draw)[0].tolist()
     written_by_it = bytes(sample).decode("utf-8", errors="replace")
     console.print(escaped(written_by_it), markup=False, soft_wrap=True)
     written = [MODEL, CHECKPOINT, *logs]

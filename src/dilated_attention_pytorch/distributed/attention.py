@@ -57,10 +57,11 @@ def ring_block_sparse_attention(
             call of a kind and then while they exchange, "never" not at all: then a difference is a hang or nonsense.
         is_causal, return_lse, backend: as in `block_sparse_attention`. Backends "sdpa" and "reference" have no backward
             for a part of the keys and cannot run.
-        options: as in `block_sparse_attention`, but a `bias` may have slopes without a gradient alone, and slopes are
-            for backend "blockwise". `key_padding_mask` and `document_ids` are of this rank's keys, (batch, tokens of
-            the shard). The seed of dropout is drawn by the first rank, so that the draw is that of the plain operator
-            there. `sinks` are the same on every rank and get the gradient of this rank's queries.
+        options: as in `block_sparse_attention`. `key_padding_mask`, `document_ids` and what a `bias` says of keys are
+            of this rank's keys, (batch, tokens of the shard); a dense bias has the rows of this rank's queries and the
+            keys of all. Slopes are for backend "blockwise"; tables and dense ones need a placement. What all ranks
+            share, sinks and slopes, say, is the same on every rank and gets the gradient of this rank's queries. The
+            seed of dropout is drawn by the first rank, so that the draw is that of the plain operator there.
     """
     call: Any = {"is_causal": is_causal, "return_lse": return_lse, "backend": backend, **options}
     in_graph = torch.compiler.is_dynamo_compiling() and isinstance(layout_or_pattern, Pattern)
@@ -121,11 +122,11 @@ def _in_graph(
     **call: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """As an operator."""
-    name, size = operators.name_and_size(group)
+    name, rank, size = operators.name_rank_and_size(group)
     check_agreement(agreement)
     if size == 1:
         return _alone(q, k, v, what, **call)
-    out, lse = operators.attend(q, k, v, _parts(q, what, call), name, placement, agreement, **call)
+    out, lse = operators.attend(q, k, v, _parts(q, what, call), (name, rank), placement, agreement, **call)
     return (out, lse) if call["return_lse"] else out
 
 

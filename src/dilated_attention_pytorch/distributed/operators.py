@@ -20,7 +20,7 @@ from ..backends.base import results_of
 from ..layout import BlockLayout
 from ..ops.attend import with_constant_shares, with_sinks
 from ..ops.choose import leave_autocast
-from ..ops.operators import no_second_derivative
+from ..ops.operators import asked_of_bias, no_second_derivative
 from ..options import CallOptions, OptionKeywords
 from ..patterns import Branches, Pattern
 from ..patterns.base import check_flag, constant_in_graphs, value_of
@@ -32,9 +32,9 @@ from .shard import Placement
 
 
 @constant_in_graphs
-def name_and_size(group: Group) -> tuple[str, int]:
+def name_rank_and_size(group: Group) -> tuple[str, int, int]:
     group = check_group(group)
-    return group.group_name, group.size()
+    return group.group_name, group.rank(), group.size()
 
 
 def attend(
@@ -42,7 +42,7 @@ def attend(
     k: Tensor,
     v: Tensor,
     whats: Sequence[BlockLayout | Pattern | Branches],
-    name: str,
+    name_and_rank: tuple[str, int],
     placement: Placement | None,
     agreement: str,
     *,
@@ -51,12 +51,13 @@ def attend(
     backend: str,
     **options: Unpack[OptionKeywords],
 ) -> tuple[Tensor, Tensor]:
-    """`ring.attend`, in operators; of the group with this name."""
+    """`ring.attend`, in operators; of the group with this name, and this rank of it."""
+    name, rank = name_and_rank
     check_flag("return_lse", return_lse)
     check_flag("is_causal", is_causal)
     q, k, v, autocast_off = leave_autocast(q, k, v)
     with autocast_off:
-        checked = check_options_of_ring(q, k, v, **options)
+        checked = check_options_of_ring(q, k, v, placement, rank, **options)
         if checked.dropout_p:  # one draw for all, which the backward has too
             checked = checked._replace(seed=torch.randint(2**31, (), device=q.device))
         of_call = checked._replace(sinks=None).flatten()
@@ -115,9 +116,10 @@ def ring_backward(
     given: str,
     numbers: list[float],
     text: str,
-) -> tuple[Tensor, Tensor, Tensor]:
+    wanted: str,
+) -> list[Tensor]:
     call = _Read(q, k, v, tensors, given, numbers, text)
-    return call.run(lambda agreed: gradients_over_ring(do, dlse, q, k, v, out, lse, agreed))
+    return call.run(lambda agreed: [*gradients_over_ring(do, dlse, q, k, v, out, lse, agreed, wanted.split())])
 
 
 @ring_forward.register_fake
@@ -126,8 +128,10 @@ def _(q, k, v, *rest):  # type: ignore[no-untyped-def]
 
 
 @ring_backward.register_fake
-def _(do, dlse, q, k, v, *rest):  # type: ignore[no-untyped-def]
-    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+def _(do, dlse, q, k, v, out, lse, tensors, given, numbers, text, wanted):  # type: ignore[no-untyped-def]
+    bias = CallOptions.unflatten(tensors, given, numbers).bias
+    more = [getattr(bias, name) for name in wanted.split()]
+    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v, *more)]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -139,8 +143,12 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 def _differentiate(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
     q, k, v, out, lse, *tensors = ctx.saved_tensors
     do = torch.zeros_like(out) if do is None else do
-    grads = ring_backward(do, dlse, q, k, v, out, lse, tensors, *ctx.of_call)
-    return *grads, [None] * len(tensors), None, None, None
+    given, *_ = ctx.of_call
+    asked = asked_of_bias(given, ctx.needs_input_grad[3])
+    wanted = " ".join(name for name in asked if name)
+    dq, dk, dv, *more = ring_backward(do, dlse, q, k, v, out, lse, tensors, *ctx.of_call, wanted)
+    of_bias = iter(more)
+    return dq, dk, dv, [next(of_bias) if name else None for name in asked], None, None, None
 
 
 ring_forward.register_autograd(_differentiate, setup_context=_save)

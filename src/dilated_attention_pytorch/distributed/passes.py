@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..backends.base import compute_dtype
-from ..backends.dropout import seed_of_part
+from ..backends.dropout import in_whole, seed_of_part
 from ..backends.sizes import Shape
 from ..ops.merge import merge_parts
-from ..options import CallOptions
+from ..options import Bias, CallOptions
 from .exchange import Pending, add_up, broadcast, exchange
 from .plan import Step
 from .work import Items, Part
@@ -34,7 +34,7 @@ def arriving(agreed: Agreed, k: Tensor, v: Tensor) -> Iterator[tuple[Step | None
     Who lets go of what one step received before asking for the next holds two shards of them at most.
     """
     plan, group, options = agreed.plan, agreed.group, agreed.options
-    tensors = [x for x in (k, v, options.key_padding_mask, options.document_ids) if x is not None]
+    tensors = [k, v, *of_keys(options).values()]
     what = "the exchange of keys and values"
 
     def begin(step: Step) -> Pending:
@@ -76,16 +76,54 @@ def _buffers(items: Items, tensors: Sequence[Tensor]) -> list[Tensor]:
     return [x.new_empty(items.shape_of(x)) for x in tensors]
 
 
+def of_keys(options: CallOptions) -> dict[str, Tensor]:
+    """What travels with keys and values, by its name: (batch or 1, tokens), terms of a bias with heads behind."""
+    bias = options.bias or Bias()
+    given = {
+        "key_padding_mask": options.key_padding_mask,
+        "document_ids": options.document_ids,
+        "key_codes": bias.key_codes,
+        "key_terms": None if bias.key_terms is None else bias.key_terms.transpose(1, 2).contiguous(),
+    }
+    return {name: x for name, x in given.items() if x is not None}
+
+
 def _of_part(part: Part, stored: list[Tensor], options: CallOptions) -> tuple[Tensor, Tensor, CallOptions]:
     """Keys, values and options of one part of a call."""
-    keys, values, *masks = (x[:, part.keys] for x in stored)
-    padding = None if options.key_padding_mask is None else masks[0]
-    ids = None
-    if options.document_ids is not None:
-        ids = torch.cat((masks[-1], options.document_ids[:, part.queries]), dim=1)
+    keys, values, *more = (x[:, part.keys] for x in stored)
+    of_part = dict(zip(of_keys(options), more, strict=True))
+    ids = of_part.get("document_ids")
+    if ids is not None:
+        assert options.document_ids is not None
+        ids = torch.cat((ids, options.document_ids[:, part.queries]), dim=1)
     seed = None if options.seed is None else seed_of_part(options.seed, part.places)
-    places = None if options.bias is None else part.places
-    return keys, values, options._replace(key_padding_mask=padding, document_ids=ids, seed=seed, places=places)
+    bias = None if options.bias is None else _bias_of_part(part, options.bias, of_part)
+    places = None if bias is None or bias.slopes is None else part.places
+    padding = of_part.get("key_padding_mask")
+    return (
+        keys,
+        values,
+        options._replace(key_padding_mask=padding, document_ids=ids, seed=seed, places=places, bias=bias),
+    )
+
+
+def _bias_of_part(part: Part, bias: Bias, of_part: dict[str, Tensor]) -> Bias:
+    changes = {"key_codes": of_part.get("key_codes")}
+    if "key_terms" in of_part:
+        changes["key_terms"] = of_part["key_terms"].transpose(1, 2).contiguous()
+    if bias.query_codes is not None:
+        changes["query_codes"] = bias.query_codes[:, part.queries]
+    if bias.query_terms is not None:
+        changes["query_terms"] = bias.query_terms[:, :, part.queries]
+    if bias.dense is not None:
+        changes["dense"] = bias.dense[:, :, part.queries].index_select(3, _columns(part))
+    return bias._replace(**changes)
+
+
+def _columns(part: Part) -> Tensor:
+    """The numbers that a part's keys have in the whole."""
+    key = torch.arange(part.layout.seq_k, device=part.places.device)
+    return in_whole(part.places, torch.zeros_like(key), key)[1]
 
 
 def forward_over_ring(q: Tensor, k: Tensor, v: Tensor, agreed: Agreed) -> tuple[Tensor, Tensor]:
@@ -116,18 +154,22 @@ def gradients_over_ring(
     out: Tensor,
     lse: Tensor,
     agreed: Agreed,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dq of this rank's queries, dk and dv of its keys and values, whoever attended to them."""
+    wanted: Sequence[str] = (),
+) -> tuple[Tensor, ...]:
+    """dq of this rank's queries, dk and dv of its keys and values, whoever attended to them; then of the tensors of the
+    bias that are wanted, of this rank's queries, and of its keys those of `key_terms`."""
     dq, dk, dv = (x.new_zeros(x.shape, dtype=compute_dtype(x.dtype)) for x in (q, k, v))
-    returning = _Returning(agreed, dk, dv)
+    of_bias = _OfBias(agreed.options.bias, wanted)
+    own_grads = [dk, dv, *of_bias.terms]
+    returning = _Returning(agreed, own_grads, k.dtype)
     for step, stored in arriving(agreed, k, v):
-        grads = [dk, dv]
+        grads = own_grads
         if step is not None:
             grads = [x.new_zeros(x.shape[0], step.stored_tokens, *x.shape[2:]) for x in grads]
         for part in agreed.plan.own if step is None else step.parts:
             own = part.queries
             keys, values, of_part = _of_part(part, stored, agreed.options)
-            part_dq, *part_dkv = agreed.backend.backward(
+            part_dq, *found = agreed.backend.backward(
                 do[:, own],
                 None if dlse is None else dlse[:, :, own],
                 q[:, own],
@@ -137,26 +179,73 @@ def gradients_over_ring(
                 lse[:, :, own],
                 part.layout,
                 of_part,
+                *of_bias.asked,
             )
             dq[:, own] += part_dq
-            for grad, given in zip(grads, part_dkv, strict=True):
+            for grad, given in zip(grads, of_bias.add(part, found), strict=True):
                 grad[:, part.keys] += given
-            del keys, values, of_part
+            del keys, values, of_part, found
         del stored
         if step is not None:
-            returning.begin(step, grads, k.dtype)
+            returning.begin(step, grads)
     returning.end()
-    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), *of_bias.results(dlse, lse)
+
+
+class _OfBias:
+    """The gradients of those tensors of a bias that are wanted, summed over the parts of a call.
+
+    Attributes:
+        asked: what a backend is asked for besides, if anything.
+        terms: the gradient of this rank's `key_terms`, (batch or 1, tokens, heads or 1), which comes like that of keys.
+    """
+
+    def __init__(self, bias: Bias | None, wanted: Sequence[str]) -> None:
+        self.wanted, self.bias = wanted, bias or Bias()
+        names = [name for name in wanted if name != "query_terms"]  # what a row has in common changes its lse alone
+        self.names, self.asked = names, ([names] if names else [])
+        self.sums = {
+            name: torch.zeros_like(x, dtype=x.dtype if name == "dense" else torch.float64)
+            for name, x in self.bias.given(*names).items()
+            if name != "key_terms"
+        }
+        x = self.bias.key_terms
+        self.terms = [torch.zeros_like(x.transpose(1, 2))] if x is not None and "key_terms" in names else []
+
+    def add(self, part: Part, found: Sequence[Tensor]) -> list[Tensor]:
+        """What a part gave behind dq: the sums take theirs, and what is for keys is left."""
+        dk, dv, *more = found
+        of_keys = [dk, dv]
+        for name, x in zip(self.names, more, strict=True):
+            if name == "key_terms":
+                of_keys.append(x.transpose(1, 2))
+            elif name == "dense":
+                self.sums[name][:, :, part.queries].index_add_(3, _columns(part), x)
+            else:
+                self.sums[name] += x
+        return of_keys
+
+    def results(self, dlse: Tensor | None, lse: Tensor) -> list[Tensor]:
+        found = {name: x.to(getattr(self.bias, name).dtype) for name, x in self.sums.items()}
+        if self.terms:
+            found["key_terms"] = self.terms[0].transpose(1, 2)
+        if "query_terms" in self.wanted:
+            of_rows = torch.zeros_like(lse) if dlse is None else dlse.masked_fill(lse == -torch.inf, 0.0)
+            assert self.bias.query_terms is not None
+            found["query_terms"] = of_rows.sum_to_size(self.bias.query_terms.shape)
+        return [found[name] for name in self.wanted]
 
 
 class _Returning:
-    """Gradients of keys and values on their way to the ranks that have these, and of the own from the others."""
+    """Gradients of keys and values on their way to the ranks that have these, and of the own from the others: those of
+    keys and values in the dtype of these."""
 
-    def __init__(self, agreed: Agreed, dk: Tensor, dv: Tensor) -> None:
-        self._agreed, self._own = agreed, (dk, dv)
+    def __init__(self, agreed: Agreed, own: list[Tensor], dtype: torch.dtype) -> None:
+        self._agreed, self._own = agreed, own
+        self._dtypes = [dtype if x.ndim == 4 else x.dtype for x in own]
         self._under_way: tuple[Step, Pending] | None = None
 
-    def begin(self, step: Step, grads: list[Tensor], dtype: torch.dtype) -> None:
+    def begin(self, step: Step, grads: list[Tensor]) -> None:
         """Send those of what a step received, once those of the step before are here."""
         self.end()
         group, what = self._agreed.group, "the exchange of gradients"
@@ -170,9 +259,10 @@ class _Returning:
             return
         send = receive = None
         if len(step.received):
-            send = step.source, [step.received.of(grad).to(dtype) for grad in grads]
+            send = step.source, [step.received.of(x).to(d) for x, d in zip(grads, self._dtypes, strict=True)]
         if len(step.sent):
-            receive = step.target, [x.new_empty(step.sent.shape_of(x), dtype=dtype) for x in self._own]
+            kinds = zip(self._own, self._dtypes, strict=True)
+            receive = step.target, [x.new_empty(step.sent.shape_of(x), dtype=d) for x, d in kinds]
         self._under_way = step, exchange(group, what, tag=self._agreed.tag + 1, send=send, receive=receive)
 
     def end(self) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import accumulate
 from math import gcd
 from types import ModuleType
@@ -25,6 +24,7 @@ from ..layout import BlockLayout
 from ..layout.branches import cheapest_blocks
 from ..memory import active_source, drawing_from
 from ..ops.attend import with_constant_shares, with_sinks
+from ..ops.bias import Shard
 from ..ops.checks import (
     DEFAULT_BLOCK_SIZE,
     check_lists,
@@ -32,7 +32,7 @@ from ..ops.checks import (
     check_qkv,
 )
 from ..ops.choose import choose, leave_autocast
-from ..options import NUMBERS, OTHERS, TENSORS, CallOptions, OptionKeywords
+from ..options import NUMBERS, TENSORS, Bias, CallOptions, OptionKeywords
 from ..patterns import Branches, Causal, Pattern
 from ..patterns.base import check_flag
 from ..patterns.blocks import BLOCK_SIZES
@@ -53,7 +53,7 @@ from .exchange import (
 )
 from .passes import forward_over_ring, gradients_over_ring
 from .plan import Plan, make_plan, remember_plan, remembered_plan
-from .shard import Placement, check_placement
+from .shard import Placement, check_placement, positions_on
 from .work import Work
 
 T = TypeVar("T")
@@ -80,27 +80,50 @@ def attend(
     check_flag("return_lse", return_lse)
     q, k, v, autocast_off = leave_autocast(q, k, v)
     with autocast_off:
-        checked = check_options_of_ring(q, k, v, **options)
+        checked = check_options_of_ring(q, k, v, placement, dist.get_rank(group), **options)
+        learned = checked.learned()
+
+        def compute(agreed: Agreed) -> tuple[Tensor, Tensor]:
+            return _Ring.apply(q, k, v, agreed, " ".join(learned), *learned.values())
+
         calls = [Call(q, k, v, what, group, placement, is_causal, backend, checked) for what in whats]
         # One draw for all: a key that counts in two of them is kept or dropped as one.
         seed = torch.randint(2**31, (), device=q.device) if checked.dropout_p else None
-        results = [call.run(agreement, seed, partial(_Ring.apply, q, k, v)) for call in calls]
+        results = [call.run(agreement, seed, compute) for call in calls]
         out, lse = results[0] if len(results) == 1 else with_constant_shares(results)
         return (out, lse) if checked.sinks is None else with_sinks(out, lse, checked.sinks[:, None])
 
 
-def check_options_of_ring(q: Tensor, k: Tensor, v: Tensor, **options: Unpack[OptionKeywords]) -> CallOptions:
+# Terms of a bias that go by where tokens stand in the whole.
+BY_PLACE = ("table", "t5", "grid", "dense")
+
+
+def check_options_of_ring(
+    q: Tensor, k: Tensor, v: Tensor, placement: Placement | None, rank: int, **options: Unpack[OptionKeywords]
+) -> CallOptions:
+    """The options of a call over a ring, of which this rank has some tokens."""
     check_qkv(q, k, v)
-    checked = check_options(q, k, **options)
-    bias = checked.bias
-    if bias is not None and (bias.given(*OTHERS) or bias.learned()):
-        more = [*bias.given(*OTHERS)] or ["slopes that ask for a gradient"]
-        raise ValueError(
-            "bias over a ring must be slopes without a gradient and nothing else: a part of the keys knows how far "
-            f"away it is, and no more; got {more}"
-        )
-    for name, given in (("document_ids", checked.document_ids), ("alibi_slopes", bias)):
-        if given is not None and q.shape[1] != k.shape[1]:
+    given = options.get("bias")
+    terms = getattr(given, "terms", ())
+    for term in terms:
+        if term.kind in BY_PLACE and placement is None:
+            raise ValueError(
+                f"bias over a ring needs a placement for a {term.kind}, which goes by where tokens stand, got {given!r}"
+            )
+        if term.kind == "forget" and not term.others[0]:
+            raise ValueError(
+                "bias over a ring must have the gates of forget summed over the whole sequence (summed=True), got "
+                "those of each token"
+            )
+    shard = None
+    by_place = any(term.kind in BY_PLACE for term in terms)
+    if by_place and isinstance(placement, Placement) and rank < placement.world_size:  # else it is refused later
+        _check_tokens(placement, rank, q=q, k=k)
+        shard = Shard(positions_on(placement, rank, q.device), placement.seq)
+    checked = check_options(q, k, shard, **options)
+    names = {"document_ids": checked.document_ids, "alibi_slopes": options.get("alibi_slopes"), "bias": given}
+    for name, x in names.items():
+        if x is not None and q.shape[1] != k.shape[1]:
             raise ValueError(
                 f"{name} over a ring needs queries and keys of the same tokens, got {q.shape[1]} and {k.shape[1]}"
             )
@@ -132,7 +155,8 @@ class Call:
         self.group, self.placement, self.device = group, placement, q.device
         self.lengths, self.heads = (q.shape[1], k.shape[1]), (q.shape[2], k.shape[2])
         self.what, self.is_causal = what, is_causal
-        learning = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+        learned = options.learned()
+        learning = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, *learned.values()))
         self.description = {
             "pattern": fingerprint(what),
             "is_causal": str(is_causal),
@@ -144,8 +168,8 @@ class Call:
             "device": q.device.type,
             **{name: str(getattr(self.options, name)) for name in NUMBERS},
             **{name: _kind_of_tensor(getattr(self.options, name)) for name in TENSORS},
-            "slopes": _kind_of_tensor(None if self.options.bias is None else self.options.bias.slopes),
-            "gradients": "asked for" if learning else "not asked for",
+            "bias": _kind_of_bias(options.bias),
+            "gradients": " ".join(["asked for", *learned]) if learning else "not asked for",
             "backend": self.backend.name,
         }
         alike = {**self.description, "pattern": what_kind(what)}
@@ -284,9 +308,17 @@ def _kind_of_tensor(x: Tensor | None) -> str:
     return "none" if x is None else f"given, {x.dtype}"
 
 
+def _kind_of_bias(bias: Bias | None) -> str:
+    """What all ranks have alike of it, and what of it must be alike."""
+    if bias is None:
+        return "none"
+    whole = {"query_codes": 1, "key_codes": 1, "query_terms": 2, "key_terms": 2, "dense": 2}  # dimensions before tokens
+    return ", ".join(f"{name} {list(x.shape[: whole.get(name)])}" for name, x in bias.given(*Bias._fields).items())
+
+
 def _choose(backend: str, q: Tensor, k: Tensor, v: Tensor, options: CallOptions) -> ModuleType:
     request = Request.of(q, k, v, options, kind=None, return_lse=True, named=backend != "auto")
-    chosen = choose(backend, replace(request, placed=options.bias is not None))
+    chosen = choose(backend, replace(request, placed=options.bias is not None and options.bias.slopes is not None))
     if not hasattr(chosen, "backward"):
         raise ValueError(f"backend {chosen.name!r} cannot run over a ring: it has no backward for a part of the keys")
     return chosen
@@ -294,8 +326,11 @@ def _choose(backend: str, q: Tensor, k: Tensor, v: Tensor, options: CallOptions)
 
 def _check_placement(placement: Placement, group: dist.ProcessGroup, q: Tensor, k: Tensor) -> None:
     check_placement(placement, group)
-    rank = dist.get_rank(group)
-    for name, x in (("q", q), ("k", k)):
+    _check_tokens(placement, dist.get_rank(group), q=q, k=k)
+
+
+def _check_tokens(placement: Placement, rank: int, **tensors: Tensor) -> None:
+    for name, x in tensors.items():
         if x.shape[1] != placement.num_tokens(rank):
             raise ValueError(
                 f"{name} must have the {placement.num_tokens(rank)} tokens of rank {rank} in its placement, "
@@ -311,17 +346,20 @@ def check_alone(placement: Placement | None, group: dist.ProcessGroup, q: Tensor
 
 class _Ring(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, agreed: Agreed) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, agreed: Agreed, learned: str, *of_bias: Tensor
+    ) -> tuple[Tensor, Tensor]:
         out, lse = forward_over_ring(q, k, v, agreed)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.agreed, ctx.source = agreed, active_source()
+        ctx.save_for_backward(q, k, v, out, lse, *of_bias)  # by which a change of them is noticed
+        ctx.agreed, ctx.source, ctx.learned = agreed, active_source(), learned.split()
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
+        q, k, v, out, lse, *_ = ctx.saved_tensors
         do = torch.zeros_like(out) if do is None else do
         with drawing_from(ctx.source):
-            return *gradients_over_ring(do, dlse, q, k, v, out, lse, ctx.agreed), None
+            dq, dk, dv, *more = gradients_over_ring(do, dlse, q, k, v, out, lse, ctx.agreed, ctx.learned)
+        return dq, dk, dv, None, None, *more

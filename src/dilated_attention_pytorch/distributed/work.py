@@ -79,7 +79,7 @@ class Part:
         layout: over these queries and keys alone.
         queries: the rank's own tokens that the layout speaks of.
         keys: and those of what is stored of the other rank's.
-        places: where both stand in the whole, for dropout.
+        places: where both stand in the whole, for dropout and what a bias adds.
     """
 
     layout: BlockLayout
@@ -111,17 +111,18 @@ class Items:
         return self.tokens if self.heads is None else torch.unique(self.tokens)
 
     def of(self, x: Tensor) -> Tensor:
-        """A contiguous copy of the items of a tensor (batch, tokens) or (batch, tokens, heads, D)."""
-        chosen = self.every if x.ndim == 2 else self.tokens
+        """A contiguous copy of the items of a tensor (batch, tokens, heads, D), or of one without heads to choose from,
+        (batch, tokens) or (batch, tokens, any)."""
+        chosen = self.every if x.ndim < 4 else self.tokens
         if isinstance(chosen, tuple):
             return torch.cat([x[:, run] for run in chosen], dim=1)
-        if x.ndim == 2 or self.heads is None:
+        if x.ndim < 4 or self.heads is None:
             return x.index_select(1, chosen)
         return x[:, chosen, self.heads].contiguous()
 
     def shape_of(self, x: Tensor) -> tuple[int, ...]:
-        if x.ndim == 2:
-            return x.shape[0], len(self) if isinstance(self.every, tuple) else len(self.every)
+        if x.ndim < 4:
+            return x.shape[0], len(self) if isinstance(self.every, tuple) else len(self.every), *x.shape[2:]
         return x.shape[0], len(self), *(x.shape[2:] if self.heads is None else x.shape[3:])
 
     def put(self, x: Tensor, given: Tensor) -> None:
@@ -130,7 +131,7 @@ class Items:
             x[place] = part
 
     def add(self, x: Tensor, given: Tensor) -> None:
-        """Add these to the items of a tensor (batch, tokens, heads, D)."""
+        """Add these to the items of such a tensor."""
         for place, part in self._parts(x, given):
             x[place] += part.to(x.dtype)
 
@@ -143,9 +144,9 @@ class Items:
 
     def _parts(self, x: Tensor, given: Tensor) -> Iterator[tuple[tuple[slice | Tensor, ...], Tensor]]:
         """Where in a tensor which of the given items belong."""
-        chosen = self.every if x.ndim == 2 else self.tokens
+        chosen = self.every if x.ndim < 4 else self.tokens
         if not isinstance(chosen, tuple):
-            heads = () if x.ndim == 2 or self.heads is None else (self.heads,)
+            heads = () if x.ndim < 4 or self.heads is None else (self.heads,)
             yield (slice(None), chosen, *heads), given
             return
         lengths = [run.stop - run.start for run in chosen]

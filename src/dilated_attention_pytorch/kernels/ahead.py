@@ -21,8 +21,8 @@ from triton.runtime.driver import driver
 
 from . import decode, launch, launcher  # noqa: F401 - the kernels, for processes that import this file alone
 
-# Kernels that write lists, by which PyTorch reads memory: these are launched, never kept back.
-OF_LISTS = ("select_features", "select_masses", "hopper_select", "select_lists")
+# Kernels that write lists, by which PyTorch reads memory or which a layout keeps: these are launched, never kept back.
+OF_LISTS = ("layouts", "select_features", "select_masses", "hopper_select", "select_lists", "united")
 
 SIZES = {"shape", "strides"}  # of a descriptor: nothing that it is compiled by
 

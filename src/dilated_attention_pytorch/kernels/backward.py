@@ -10,7 +10,9 @@ import triton.language as tl
 
 from .bias import SLOPES, add_gradients, bias_of_pairs
 from .common import (
+    HIDDEN,
     LOG2E,
+    UNIT,
     apply_multiplicity,
     apply_score_mods,
     count_tiles,
@@ -18,6 +20,7 @@ from .common import (
     dropout_key_hash,
     dropout_query_hash,
     list_of,
+    load_masked_from,
     load_rows,
     load_tile,
     load_work,
@@ -29,14 +32,16 @@ from .common import (
     token_at,
     walked_rows,
     walked_units,
+    words_of,
 )
 from .forward import VARYING, exponential
 
 
 @triton.jit(do_not_specialize=["heads", "seq_q", "padded_q", "num_residues"])
 def rows_kernel(
-    out, grad, dlse, lse, row_lse, delta, g_b, g_s, g_h, heads, seq_q, padded_q, num_residues,
+    out, grad, dlse, lse, row_lse, delta, sums, g_b, g_s, g_h, heads, seq_q, padded_q, num_residues,
     D: tl.constexpr, PADDED_D: tl.constexpr, TILE: tl.constexpr, BASE_E: tl.constexpr, DLSE: tl.constexpr,
+    SUMS: tl.constexpr,
 ):  # fmt: skip
     """What the other kernels need of each row, for a tile of queries of one head: lse in their units, and delta.
 
@@ -60,6 +65,37 @@ def rows_kernel(
     at = (sample * heads + head) * padded_q + place
     tl.store(row_lse + at, tl.where(empty, float("inf"), natural if BASE_E else natural * LOG2E))
     tl.store(delta + at, tl.where(empty, 0.0, value))
+    if SUMS:  # what another kernel adds dq to, so many numbers a row
+        lane = tl.arange(0, TILE * SUMS)
+        of_tile = (sample * heads + head) * padded_q + tl.program_id(0) % num_tiles * TILE
+        tl.store(sums + of_tile * SUMS + lane, tl.zeros([TILE * SUMS], tl.float32))
+
+
+@triton.jit
+def sums_in_order(numbers):
+    """64 queries × 64 columns of dq from [8, 128, 4] as the threads of a warpgroup of Hopper add them up: 8 columns at
+    a time, 4 numbers a thread; a thread has the columns 2 · (thread % 4) and the next, of row thread // 4 of the 16 of
+    its warp and of the eighth row after it."""
+    threads = tl.reshape(numbers, [8, 4, 8, 4, 2, 2])  # columns / 8, warp, row, column / 2, row / 8, column
+    return tl.reshape(tl.permute(threads, (1, 4, 2, 0, 3, 5)), [64, 64])
+
+
+@triton.jit(do_not_specialize=["heads", "seq_q", "padded_q", "num_residues"])
+def round_kernel(sums, dq, heads, seq_q, padded_q, num_residues, scale_out, D: tl.constexpr, WIDTH: tl.constexpr):
+    """dq of 64 queries and 64 columns from its float32 sums, which stand in the order of blocks and are D wide."""
+    part, unit = tl.program_id(0) % (D // 64), tl.program_id(0) // (D // 64)
+    head_id, tile = unit // (padded_q // 64), unit % (padded_q // 64)
+    sample, head = (head_id // heads).to(tl.int64), head_id % heads
+    numbers = tl.load(sums + tl.program_id(0).to(tl.int64) * 4096 + tl.arange(0, 4096))
+    place = tile * 64 + tl.arange(0, 64)
+    query = place % (padded_q // num_residues) * num_residues + place // (padded_q // num_residues)
+    at = ((sample * seq_q + query) * heads + head) * WIDTH
+    column = part * 64 + tl.arange(0, 64)
+    value = (sums_in_order(numbers) * scale_out).to(dq.dtype.element_ty)
+    there = (query < seq_q)[:, None]
+    if D > WIDTH:
+        there &= (column < WIDTH)[None, :]
+    tl.store(dq + at[:, None] + column[None, :], value, mask=there)
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -91,7 +127,9 @@ def dq_kernel(
     packs_per_sample = own_heads // PACK
     sample, head = first_sample + pack // packs_per_sample, first_head + pack % packs_per_sample * PACK
     list_id = list_of(sample, head, lists_per_sample, heads_per_list)
-    block, start, split, stop = load_work(work, list_id * num_blocks + place // TILES_PER_BLOCK)
+    row = list_id * num_blocks + place // TILES_PER_BLOCK
+    block, start, split, stop = load_work(work, row, PADDING)
+    partial_from = load_masked_from(work, row, split, PADDING)
 
     lane = tl.arange(0, PACK * TILE_Q)
     own = block * BLOCK_Q + place % TILES_PER_BLOCK * TILE_Q + lane % TILE_Q
@@ -116,7 +154,7 @@ def dq_kernel(
     if WANTED:
         before, behind = tl.zeros([TILE_Q], tl.float32), tl.zeros([TILE_Q], tl.float32)
     dqueries = tl.zeros([PACK * TILE_Q, PADDED_D], tl.float32)
-    num_full, masked_from, num_masked = count_tiles(start, split, stop, BLOCK_K, TILE_K)
+    num_full, masked_from, num_masked = count_tiles(start, partial_from, stop, BLOCK_K, TILE_K)
     GATHERED: tl.constexpr = TILE_K > BLOCK_K
     for MASKED in tl.static_range(2):
         first = masked_from if MASKED else start
@@ -145,14 +183,15 @@ def dq_kernel(
                 exp_scale, MASKED, DILATED, BASE_E,
             )  # fmt: skip
             weights = exponential(scores * exp_scale - (row_lse - log_m)[:, None], BASE_E)
-            if MASKED or PADDING or DOCUMENT_IDS:
+            if MASKED or DOCUMENT_IDS:
                 bit_entry, bit_unit = 0, 0
                 if BITMAPS and MASKED:
                     bit_entry, bit_unit = walked_units(first, i, BLOCK_K, TILE_K)
                 seen = pairs_allowed(
                     query[:, None], key[None, :], entry[None, :] if GATHERED else entry, split, stop, sample,
                     rule_ids, rules, documents, padding, document_ids, num_intervals, seq_q, seq_k,
-                    MASKED, GATHERED, HAS_RULE_IDS, ONE_INTERVAL, DOCUMENTS, PADDING, DOCUMENT_IDS,
+                    MASKED, GATHERED or PADDING, HAS_RULE_IDS, ONE_INTERVAL, DOCUMENTS, PADDING and MASKED,
+                    DOCUMENT_IDS,
                     bit_entry, own[:, None] % BLOCK_Q, bit_unit, bitmaps, BLOCK_Q, BLOCK_K, BITMAPS if MASKED else 0,
                 )  # fmt: skip
                 weights = tl.where(seen, weights, 0.0)
@@ -200,6 +239,7 @@ def dkv_kernel(
     """dk and dv of one tile of keys: it walks the query blocks that see it, for each query head of its key head.
 
     The lists are those by key. Scores stand as keys × queries, so that every product takes its operands as they lie.
+    `padding` is what `padding.key_bits` makes. What keys that are padding get is not kept: they need no mask.
     """
     TILES_PER_BLOCK: tl.constexpr = BLOCK_K // TILE_K
     pid = tl.program_id(0)
@@ -225,6 +265,8 @@ def dkv_kernel(
     if DROPOUT:
         key_hash = dropout_key_hash(seed, key, key)[:, None]
     own_unit = (place % TILES_PER_BLOCK * (TILE_K // 16) + tl.arange(0, TILE_K // 16))[:, None]
+    if PADDING:
+        words = words_of(padding, sample, block, num_blocks, BLOCK_K)
     padded_q = padded_length(seq_q, num_residues, BLOCK_Q)
     dkeys = tl.zeros([TILE_K, PADDED_D], tl.float32)
     dvalues = tl.zeros([TILE_K, PADDED_D_V], tl.float32)
@@ -239,6 +281,9 @@ def dkv_kernel(
         q_base, g_base = sample_64 * q_b + head.to(tl.int64) * q_h, sample_64 * g_b + head.to(tl.int64) * g_h
         of_head = (sample_64 * heads + head) * padded_q
         start, split, stop = tl.load(offsets + row), tl.load(splits + row), tl.load(offsets + row + 1)
+        if PADDING:
+            start = tl.where(tl.load(words - 1) == HIDDEN, stop, start)
+            split = tl.maximum(start, split)
         num_full, masked_from, num_masked = count_tiles(start, split, stop, BLOCK_Q, TILE_Q)
         for MASKED in tl.static_range(2):
             first = masked_from if MASKED else start
@@ -268,14 +313,14 @@ def dkv_kernel(
                     seq_q, seq_k, exp_scale, MASKED, DILATED, BASE_E,
                 )  # fmt: skip
                 weights = exponential(scores * exp_scale - (row_lse - log_m)[None, :], BASE_E)
-                if MASKED or PADDING or DOCUMENT_IDS:
+                if MASKED or DOCUMENT_IDS:
                     bit_entry, bit_row = 0, 0
                     if BITMAPS and MASKED:
                         bit_entry, bit_row = walked_rows(first, i, BLOCK_Q, TILE_Q)
                     seen = pairs_allowed(
                         query[None, :], key[:, None], entry[None, :] if GATHERED else entry, split, stop, sample,
                         rule_ids, rules, documents, padding, document_ids, num_intervals, seq_q, seq_k,
-                        MASKED, GATHERED, HAS_RULE_IDS, ONE_INTERVAL, DOCUMENTS, PADDING, DOCUMENT_IDS,
+                        MASKED, GATHERED, HAS_RULE_IDS, ONE_INTERVAL, DOCUMENTS, False, DOCUMENT_IDS,
                         bit_entry, bit_row, own_unit, bitmaps, BLOCK_Q, BLOCK_K, 2 * BITMAPS if MASKED else 0,
                     )  # fmt: skip
                     weights = tl.where(seen, weights, 0.0)
@@ -290,6 +335,10 @@ def dkv_kernel(
                 dscores = weights * (dweights - row_delta[None, :]) * softcap_grad
                 dkeys = tl.dot(dscores.to(queries.dtype), queries, dkeys, input_precision=PRECISION)
 
+    if PADDING:
+        in_block = own % BLOCK_K
+        real = (tl.load(words + in_block // UNIT).to(tl.int32) >> (in_block % UNIT) & 1)[:, None] != 0
+        dkeys, dvalues = tl.where(real, dkeys, 0.0), tl.where(real, dvalues, 0.0)
     at = (sample_64 * seq_k + key) * heads_kv + key_head
     store_rows(dk, at * D, 1, valid_key, dkeys * scale_out, D, PADDED_D)
     store_rows(dv, at * D_V, 1, valid_key, dvalues, D_V, PADDED_D_V)

@@ -15,6 +15,10 @@ import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
+BY_KEY = tl.constexpr(3)  # of DOCUMENTS: what is read is not the range of each query but `BlockLayout.seen_by`
+# Of a call with padding (`padding`): keys of a word of bits, and the states of blocks.
+UNIT = tl.constexpr(16)
+OPEN, MIXED, HIDDEN = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 @triton.jit
@@ -24,10 +28,25 @@ def list_of(sample, head, lists_per_sample, heads_per_list):
 
 
 @triton.jit
-def load_work(work, at):
-    """The block, the first entry, the first partial entry and the end of a row: `BlockList.work`."""
-    at = work + at * 4
+def load_work(work, at, PADDED: tl.constexpr = False):
+    """The block, the first entry, the first partial entry and the end of a row: `BlockList.work`, or `PaddedLists.work`
+    where PADDED."""
+    at = work + at * (5 if PADDED else 4)
     return tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
+
+
+@triton.jit
+def load_masked_from(work, at, split, PADDED: tl.constexpr):
+    """The first entry of a row that is masked: the first partial one, or one before it with hidden keys."""
+    if PADDED:
+        split = tl.load(work + at * 5 + 4)
+    return split
+
+
+@triton.jit
+def words_of(bits, sample, block, num_blocks, BLOCK: tl.constexpr):
+    """Where the words of a key block stand in `padding.key_bits`; the state stands before them."""
+    return bits + (sample.to(tl.int64) * num_blocks + block) * (1 + BLOCK // UNIT) + 1
 
 
 @triton.jit
@@ -98,12 +117,18 @@ def key_bounds(query, rule, t, rules, documents, num_intervals, seq_q, seq_k, DO
 
 
 @triton.jit
-def query_bounds(key, rules, seq_q, seq_k):
-    """The other way round: first and last query that sees a key by a single rule, which speaks of no documents."""
+def query_bounds(key, rules, seen_by, seq_q, seq_k, DOCUMENTS: tl.constexpr):
+    """The other way round: first and last query that sees a key by a single rule. Of documents it is given
+    `BlockLayout.seen_by`."""
     behind = seq_k - seq_q
     first = tl.maximum(key - tl.load(rules + 1) - behind, 0)
     last = tl.minimum(key + tl.load(rules), tl.load(rules + 3) - 1) - behind
     last = tl.where(key < tl.minimum(tl.load(rules + 2), seq_k), last, -1)
+    if DOCUMENTS:
+        key_range = tl.load(rules + 4)
+        known = tl.minimum(key, seq_k - 1)
+        first = tl.where(key_range > 0, tl.maximum(first, tl.load(seen_by + seq_k + known)), first)
+        last = tl.where(key_range > 0, tl.minimum(last, tl.load(seen_by + known) - 1), last)
     return first, last
 
 

@@ -24,10 +24,16 @@ class Configs(NamedTuple):
     dkv: Config
 
 
-# The warp-specialised kernels, by head dimension: keys a tile, how many query tiles and key tiles are in flight;
-HOPPER_FORWARD = {64: (128, 2, 3), 128: (128, 2, 2)}
+# The warp-specialised kernels, by the width of their boxes: keys a tile, query tiles and key tiles in flight;
+HOPPER_FORWARD = {32: (128, 2, 3), 64: (128, 2, 3), 128: (128, 2, 2), 256: (64, 1, 2)}
+# the same where each warpgroup has blocks of 64 queries, and buffers, of its own;
+HOPPER_FORWARD_ALONE = {32: (128, 2, 3), 64: (128, 2, 3), 128: (64, 2, 2)}
 # rows of a streamed tile, and how many are in flight.
-HOPPER_BACKWARD = {64: (128, 2), 128: (64, 3)}
+HOPPER_BACKWARD = {32: (128, 2), 64: (128, 2), 128: (64, 3), 256: (32, 2)}
+# The same of boxes of 256 of q and k, or of v, alone.
+HOPPER_BACKWARD_HALF = (64, 2)
+# The same where dk, dv and dq come of one kernel.
+HOPPER_FUSED = {64: (128, 2), 128: (64, 2)}
 # For dk and dv with a softcap, slopes or dropout: larger tiles leave too few registers (1.1 to 1.7 times slower).
 HOPPER_DKV_NARROW = (64, 3)
 
@@ -73,6 +79,21 @@ FEW_ROWS = Configs(Config(32, 32, 1, 4), Config(32, 32, 1, 2), Config(32, 32, 1,
 def padded_dim(head_dim: int) -> int:
     """What a head is filled up to in a kernel: a power of two, as large as the matrix units ask for."""
     return max(16, 1 << (head_dim - 1).bit_length())
+
+
+def forward_tiles(block_q: int) -> dict[int, tuple[int, int, int]]:
+    """Those of the warp-specialised forward for blocks of so many queries."""
+    return HOPPER_FORWARD_ALONE if block_q < 128 else HOPPER_FORWARD
+
+
+def box_width(head_dim: int) -> int:
+    """The width of the boxes in which heads come to the warp-specialised kernels."""
+    return max(32, padded_dim(head_dim))
+
+
+def sums_width(head_dim: int) -> int:
+    """The width of a row of the sums of dq, and of boxes of q and k where these are made."""
+    return max(64, box_width(head_dim))
 
 
 def for_rows(config: Config, rows: int) -> Config:

@@ -13,6 +13,7 @@ from .common import (
     dropout_key_hash,
     dropout_query_hash,
     list_of,
+    load_masked_from,
     load_rows,
     load_tile,
     load_work,
@@ -66,7 +67,11 @@ def forward_kernel(
     packs_per_sample = heads // PACK
     sample, head = pack // packs_per_sample, pack % packs_per_sample * PACK
     list_id = list_of(sample, head, lists_per_sample, heads_per_list)
-    block, start, split, stop = load_work(work, list_id * num_blocks + place // TILES_PER_BLOCK)
+    row = list_id * num_blocks + place // TILES_PER_BLOCK
+    block, start, split, stop = load_work(work, row, PADDING)
+    partial_from = load_masked_from(work, row, split, PADDING)
+    if block >= num_blocks:  # another kernel has the rows of this call (`united.py`)
+        return
 
     lane = tl.arange(0, PACK * TILE_Q)
     own = block * BLOCK_Q + place % TILES_PER_BLOCK * TILE_Q + lane % TILE_Q
@@ -89,7 +94,7 @@ def forward_kernel(
     row_max = tl.full([PACK * TILE_Q], float("-inf"), tl.float32)
     row_sum = tl.zeros([PACK * TILE_Q], tl.float32)
     acc = tl.zeros([PACK * TILE_Q, PADDED_D_V], tl.float32)
-    num_full, masked_from, num_masked = count_tiles(start, split, stop, BLOCK_K, TILE_K)
+    num_full, masked_from, num_masked = count_tiles(start, partial_from, stop, BLOCK_K, TILE_K)
 
     GATHERED: tl.constexpr = TILE_K > BLOCK_K
     for MASKED in tl.static_range(2):
@@ -112,14 +117,15 @@ def forward_kernel(
                     slopes_b, table_b, table_h, table_size, codes_b, terms_b, terms_h,
                     dense_b, dense_h, dense_q, dense_k, seq_q, seq_k, BIAS, BASE_E,
                 )  # fmt: skip
-            if MASKED or PADDING or DOCUMENT_IDS:
+            if MASKED or DOCUMENT_IDS:
                 bit_entry, bit_unit = 0, 0
                 if BITMAPS and MASKED:
                     bit_entry, bit_unit = walked_units(first, i, BLOCK_K, TILE_K)
                 seen = pairs_allowed(
                     query[:, None], key[None, :], entry[None, :] if GATHERED else entry, split, stop, sample,
                     rule_ids, rules, documents, padding, document_ids, num_intervals, seq_q, seq_k,
-                    MASKED, GATHERED, HAS_RULE_IDS, ONE_INTERVAL, DOCUMENTS, PADDING, DOCUMENT_IDS,
+                    MASKED, GATHERED or PADDING, HAS_RULE_IDS, ONE_INTERVAL, DOCUMENTS, PADDING and MASKED,
+                    DOCUMENT_IDS,
                     bit_entry, own[:, None] % BLOCK_Q, bit_unit, bitmaps, BLOCK_Q, BLOCK_K, BITMAPS if MASKED else 0,
                 )  # fmt: skip
                 scores = tl.where(seen, scores, float("-inf"))
@@ -129,7 +135,7 @@ def forward_kernel(
             )  # fmt: skip
             new_max = tl.maximum(row_max, tl.max(scores, 1) * exp_scale)
             base = new_max
-            if MASKED or PADDING or DOCUMENT_IDS or BIAS:  # a row may have seen nothing so far
+            if MASKED or DOCUMENT_IDS or BIAS:  # a row may have seen nothing so far
                 base = tl.where(new_max == float("-inf"), 0.0, new_max)
             weights = exponential(scores * exp_scale - (base - log_m)[:, None], BASE_E)
             shrink = exponential(row_max - base, BASE_E)

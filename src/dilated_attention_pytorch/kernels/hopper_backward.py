@@ -22,15 +22,14 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
 from .common import (
+    HIDDEN,
     add_pair_multiplicity,
-    apply_score_mods,
     dropout_keeps,
     dropout_key_hash,
     dropout_query_hash,
     key_bounds,
     log_multiplicity,
-    query_bounds,
-    signed_distance,
+    words_of,
 )
 from .forward import VARYING
 from .hopper_common import (
@@ -46,11 +45,16 @@ from .hopper_common import (
     ScoreMods,
     aggregate,
     as_block,
-    as_row,
     load_block,
     new_barriers,
     reaching,
+    real_keys,
 )
+from .hopper_dkv import Sums, compute_dkv, modify
+from .hopper_large import OF_KEYS as LARGE_KEYS
+from .hopper_large import compute_alone
+
+DS_STAGES = gl.constexpr(2)
 
 
 @aggregate
@@ -68,11 +72,14 @@ class Rings:
 
 @aggregate
 class HeadLists:
-    """Where lists start and turn partial, for heads that follow lists of their own (OWN_LISTS)."""
+    """Where lists start and turn partial, for heads that follow lists of their own (OWN_LISTS). Where tiles are keys
+    and some are padding (PADDING), lists of blocks without a real key are empty."""
 
     offsets: gl.tensor
     splits: gl.tensor
+    bits: gl.tensor  # `padding.key_bits`
     OWN_LISTS: gl.constexpr
+    PADDING: gl.constexpr
 
     @gluon.jit
     def entries(self, tile, head, lists):
@@ -82,31 +89,32 @@ class HeadLists:
             row = lists.list_of(tile.sample, head) * lists.num_blocks + tile.block
             start, split = gl.load(self.offsets + row), gl.load(self.splits + row)
             stop = gl.load(self.offsets + row + 1)
+        if self.PADDING:
+            state = gl.load(words_of(self.bits, tile.sample, tile.block, lists.num_blocks, lists.OWN_BLOCK) - 1)
+            start = gl.where(state == HIDDEN, stop, start)
+            split = gl.maximum(split, start)
         return start, split, stop
 
 
 @gluon.jit
 def _fetch(
-    own_a, own_b, stream_a, stream_b, of_rows, batch, rings, lists, head_lists, steps,
-    D: gl.constexpr, OF_KEYS: gl.constexpr,
+    own_a, own_b, stream_a, stream_b, of_rows, batch, rings, lists, head_lists,
+    D: gl.constexpr, D_V: gl.constexpr, OF_KEYS: gl.constexpr,
 ):  # fmt: skip
     own, stream = rings.own, rings.stream
-    own_step_a, own_step_b, step_a, step_b = steps
     tile_heads = lists.heads // lists.group if OF_KEYS else lists.heads
     STREAM: gl.constexpr = lists.STREAM
     PARTS: gl.constexpr = lists.BLOCK // STREAM
-    STREAM_BYTES: gl.constexpr = 2 * STREAM * D * BYTES + (2 * STREAM * 4 if OF_KEYS else 0)
+    STREAM_BYTES: gl.constexpr = STREAM * (D + D_V) * BYTES + (2 * STREAM * 4 if OF_KEYS else 0)
     step = 0
     for turn in range(lists.turns()):
         # A tile of keys is walked by every query head of its key head, a tile of queries by its key head alone.
         first_list_head = lists.group if OF_KEYS else 1
         tile = lists.tile(turn, tile_heads, first_list_head)
-        bar = own.acquire(turn, 2 * TILE * D * BYTES)
+        bar = own.acquire(turn, TILE * (D + D_V) * BYTES)
         for half in gl.static_range(2):
-            row, column = tile.row + half * ROWS, tile.head * D
-            at = [tile.sample, row, column + tile.residue * own_step_a]
+            at = [tile.sample, tile.row + half * ROWS, tile.residue, tile.head, 0]
             load_block(own_a, at, bar, as_block(own.buffers.index(half), own_a))
-            at = [tile.sample, row, column + tile.residue * own_step_b]
             load_block(own_b, at, bar, as_block(rings.own_b.index(half), own_b))
         for member in range(lists.group if OF_KEYS else 1):
             other = tile.head * lists.group + member if OF_KEYS else tile.head // lists.group
@@ -122,155 +130,27 @@ def _fetch(
                     load_block(of_rows, [of_head, first], bar, rings.lse.index(place))
                     of_head += batch * lists.heads
                     load_block(of_rows, [of_head, first], bar, rings.delta.index(place))
-                at = [tile.sample, row, other * D + residue * step_a]
+                at = [tile.sample, row, residue, other, 0]
                 load_block(stream_a, at, bar, as_block(stream.buffers.index(place), stream_a))
-                at = [tile.sample, row, other * D + residue * step_b]
                 load_block(stream_b, at, bar, as_block(rings.stream_b.index(place), stream_b))
                 step += 1
 
 
 @gluon.jit
-def _store(x, value, tile, row, head, seq, heads, column, D: gl.constexpr):
-    """Rows of one head of a contiguous [batch, seq, heads, D]."""
-    at = ((tile.sample.to(gl.int64) * seq + row) * heads + head) * D
-    at = gl.expand_dims(at, 1) + gl.expand_dims(column, 0)
-    gl.store(x + at, value.to(x.dtype.element_ty), mask=gl.expand_dims(row < seq, 1))
-
-
-@gluon.jit
-def _modify(scores, query, key, origin, slope, masks, mods):
-    """Scores with softcap and ALiBi applied, and the derivative of the softcap."""
-    scores = scores * mods.scale
-    distance = signed_distance(query, key, origin, masks.seq_q, masks.seq_k)
-    return apply_score_mods(scores, distance, slope, mods.cap, mods.SOFTCAP, mods.ALIBI, False)
-
-
-@gluon.jit
-def _compute_dkv(
-    WHO: gl.constexpr, dk, dv, scale_out, rings, lists, head_lists, masks, mods, D: gl.constexpr
-):  # fmt: skip
-    stream = rings.stream
-    STREAM: gl.constexpr = lists.STREAM
-    PARTS: gl.constexpr = lists.BLOCK // STREAM
-    DILATED: gl.constexpr = lists.DILATED
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STREAM, 16])  # keys × queries
-    GRADS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    OPERAND: gl.constexpr = gl.DotOperandLayout(0, GRADS, 2)
-    HAS_CALL_MASK: gl.constexpr = masks.PADDING or masks.DOCUMENT_IDS
-    HAS_SCORE_MODS: gl.constexpr = mods.SOFTCAP or mods.ALIBI
-    # A key is seen by `reach` queries after `first` too, whatever the block.
-    BOUNDED: gl.constexpr = masks.ONE_INTERVAL and not (masks.HAS_RULE_IDS or masks.DOCUMENTS or HAS_CALL_MASK)
-    dtype: gl.constexpr = rings.own_b.dtype
-    heads_kv = lists.heads // lists.group
-    key_lane = gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
-    query_lane = gl.arange(0, STREAM, gl.SliceLayout(0, SCORES))
-    nothing = gl.zeros([ROWS, STREAM], gl.float32, SCORES)
-    k, v = rings.own.buffers.index(WHO), rings.own_b.index(WHO)
-    step = 0
-    for turn in range(lists.turns()):
-        tile = lists.tile(turn, heads_kv, lists.group)
-        key = gl.expand_dims(lists.token(tile.row + WHO * ROWS + key_lane, tile.residue), 1)
-        first, reach = key, key
-        if BOUNDED:
-            first, last = query_bounds(key, masks.rules, masks.seq_q, masks.seq_k)
-            first, reach = reaching(first, last)
-        origin, key_hash = lists.token(tile.row, tile.residue) - (masks.seq_k - masks.seq_q), key
-        if mods.DROPOUT:
-            key_hash = dropout_key_hash(mods.seed, key, tile.row)
-        dkeys = gl.zeros([ROWS, D], gl.float32, GRADS)
-        dvalues = gl.zeros([ROWS, D], gl.float32, GRADS)
-        rings.own.wait(turn)
-        for member in range(lists.group):
-            head = tile.head * lists.group + member
-            begin, partial_from, end = head_lists.entries(tile, head, lists)
-            list_id = lists.list_of(tile.sample, head)
-            exp_scale, slope = mods.scale, 0.0
-            if HAS_SCORE_MODS:
-                exp_scale = 1.0
-            if mods.ALIBI:
-                slope = gl.load(mods.slopes + head)
-            num_full, num = (partial_from - begin) * PARTS, (end - begin) * PARTS
-            for MASKED in gl.static_range(2):
-                if MASKED:
-                    low, high = num_full, num
-                else:
-                    low, high = 0, num_full
-                for i in range(low, high):
-                    place = stream.place(step)
-                    # Asked for now, read when the scores are there.
-                    if MASKED or HAS_CALL_MASK or HAS_SCORE_MODS or mods.DROPOUT:
-                        other = gl.load(lists.indices + begin + i // PARTS)
-                    multiplicity = 1
-                    if DILATED:
-                        multiplicity = gl.load(masks.rule_ids + begin + i // PARTS)
-                    stream.wait(step)
-                    q, grad = stream.buffers.index(place), rings.stream_b.index(place)
-                    pending_scores = warpgroup_mma(k, q.permute((1, 0)), nothing, use_acc=False, is_async=True)
-                    pending_dweights = warpgroup_mma(v, grad.permute((1, 0)), nothing, use_acc=False, is_async=True)
-                    scores = warpgroup_mma_wait(1, deps=[pending_scores])
-                    if mods.NEGATIVE_SCALE:
-                        scores = -scores
-                    if HAS_SCORE_MODS or mods.DROPOUT:
-                        query = lists.tokens(other, i, query_lane)
-                    if HAS_SCORE_MODS:
-                        scores, softcap_grad = _modify(scores, query, key, origin, slope, masks, mods)
-                    row_lse = as_row(rings.lse.index(place)).load(gl.SliceLayout(0, SCORES))
-                    if DILATED:
-                        row_lse = row_lse - log_multiplicity(multiplicity, False)
-                        if MASKED and DILATED == 2:
-                            query = lists.tokens(other, i, query_lane)
-                            scores = add_pair_multiplicity(
-                                scores, multiplicity, query, key, list_id, masks.branches, masks.num_branches,
-                                masks.seq_q, masks.seq_k, exp_scale, False,
-                            )  # fmt: skip
-                    weights = gl.exp2(scores * exp_scale - gl.expand_dims(row_lse, 0))
-                    if MASKED or HAS_CALL_MASK:  # noqa: SIM102
-                        if begin < end:  # always so: see `hopper_forward`
-                            query = lists.tokens(other, i, query_lane)
-                            seen = masks.allowed(
-                                query, query, key, first, reach, begin + i // PARTS, partial_from, end, tile.sample,
-                                BOUNDED, MASKED, False,
-                            )  # fmt: skip
-                            weights = gl.where(seen, weights, 0.0)
-                    dropped = weights
-                    if mods.DROPOUT:
-                        if begin < end:
-                            stream_id = tile.sample * lists.heads + head
-                            query_hash = dropout_query_hash(mods.seed, stream_id, query, other * lists.BLOCK)
-                            # The sign says whether a weight is kept: a mask would be packed until it is used again.
-                            keeps = dropout_keeps(query_hash, key_hash, mods.threshold)
-                            weights = gl.where(keeps, weights, -weights)
-                        dropped = gl.where(weights < 0.0, 0.0, weights)  # NaN is not lost
-                    operand = gl.convert_layout(dropped.to(dtype), OPERAND)
-                    if mods.SOFTCAP:
-                        weights *= softcap_grad
-                    row_delta = as_row(rings.delta.index(place)).load(gl.SliceLayout(0, SCORES))
-                    dweights = warpgroup_mma_wait(0, deps=[pending_dweights])
-                    if mods.DROPOUT:
-                        dweights = gl.where(weights > 0.0, dweights, 0.0)
-                        weights = gl.abs(weights)
-                        row_delta *= 1 / mods.keep_scale
-                    pending_dvalues = warpgroup_mma(operand, grad, dvalues, is_async=True)
-                    dscores = weights * (dweights - gl.expand_dims(row_delta, 0))
-                    pending_dkeys = warpgroup_mma(
-                        gl.convert_layout(dscores.to(dtype), OPERAND), q, dkeys, is_async=True
-                    )
-                    dvalues, dkeys = warpgroup_mma_wait(0, deps=[pending_dvalues, pending_dkeys])
-                    stream.release(step)
-                    step += 1
-        rings.own.release(turn)
-        lane = gl.arange(0, ROWS, gl.SliceLayout(1, GRADS))
-        column = gl.arange(0, D, gl.SliceLayout(0, GRADS))
-        token = lists.token(tile.row + WHO * ROWS + lane, tile.residue)
-        if mods.DROPOUT:  # what all kept weights are multiplied by
-            dkeys, dvalues = dkeys * mods.keep_scale, dvalues * mods.keep_scale
-        _store(dk, dkeys * scale_out, tile, token, tile.head, masks.seq_k, heads_kv, column, D)
-        _store(dv, dvalues, tile, token, tile.head, masks.seq_k, heads_kv, column, D)
+def _store(x, value, tile, row, head, seq, heads, WIDTH: gl.constexpr):
+    """Rows of one head of a contiguous [batch, seq, heads, WIDTH], of a tile that may be wider."""
+    lane: gl.constexpr = gl.SliceLayout(0, value.type.layout)
+    column = gl.expand_dims(gl.arange(0, value.shape[1], lane), 0)
+    at = ((tile.sample.to(gl.int64) * seq + row) * heads + head) * WIDTH
+    mask = gl.expand_dims(row < seq, 1)
+    if value.shape[1] > WIDTH:
+        mask = mask & (column < WIDTH)
+    gl.store(x + (gl.expand_dims(at, 1) + column), value.to(x.dtype.element_ty), mask=mask)
 
 
 @gluon.jit
 def _compute_dq(
-    WHO: gl.constexpr, dq, lse, delta, scale_out, rings, lists, masks, mods, D: gl.constexpr
+    WHO: gl.constexpr, dq, lse, delta, scale_out, rings, lists, masks, mods, D: gl.constexpr, WIDTH: gl.constexpr
 ):  # fmt: skip
     stream = rings.stream
     STREAM: gl.constexpr = lists.STREAM
@@ -279,7 +159,7 @@ def _compute_dq(
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STREAM, 16])  # queries × keys
     GRADS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, GRADS, 2)
-    HAS_CALL_MASK: gl.constexpr = masks.PADDING or masks.DOCUMENT_IDS
+    HAS_CALL_MASK: gl.constexpr = masks.DOCUMENT_IDS
     HAS_SCORE_MODS: gl.constexpr = mods.SOFTCAP or mods.ALIBI
     BOUNDED: gl.constexpr = masks.ONE_INTERVAL and not (masks.HAS_RULE_IDS or HAS_CALL_MASK)
     dtype: gl.constexpr = rings.own_b.dtype
@@ -313,7 +193,7 @@ def _compute_dq(
             query_hash = dropout_query_hash(mods.seed, tile.sample * lists.heads + tile.head, query, tile.row)
             row_delta *= 1 / mods.keep_scale
         dqueries = gl.zeros([ROWS, D], gl.float32, GRADS)
-        num_full, num = (tile.split - tile.start) * PARTS, (tile.stop - tile.start) * PARTS
+        num_full, num = (tile.masked_from - tile.start) * PARTS, (tile.stop - tile.start) * PARTS
         rings.own.wait(turn)
         for MASKED in gl.static_range(2):
             if MASKED:
@@ -337,7 +217,7 @@ def _compute_dq(
                 if HAS_SCORE_MODS or mods.DROPOUT:
                     key = lists.tokens(other, i, key_lane)
                 if HAS_SCORE_MODS:
-                    scores, softcap_grad = _modify(scores, query, key, origin, slope, masks, mods)
+                    scores, softcap_grad = modify(scores, query, key, origin, slope, masks, mods)
                 lowered = row_lse
                 if DILATED:
                     lowered = row_lse - log_multiplicity(multiplicity, False)
@@ -348,14 +228,20 @@ def _compute_dq(
                             masks.seq_q, masks.seq_k, exp_scale, False,
                         )  # fmt: skip
                 weights = gl.exp2(scores * exp_scale - gl.expand_dims(lowered, 1))
-                if MASKED or HAS_CALL_MASK:  # noqa: SIM102
-                    if tile.start < tile.stop:
+                if MASKED or HAS_CALL_MASK:
+                    entry = tile.start + i // PARTS
+                    partial = tile.start < tile.stop  # always so: see `hopper_forward`
+                    if masks.PADDING and not HAS_CALL_MASK:
+                        partial = entry >= tile.split
+                    if partial:
                         key = lists.tokens(other, i, key_lane)
                         seen = masks.allowed(
-                            key, query, key, first, reach, tile.start + i // PARTS, tile.split, tile.stop, tile.sample,
-                            BOUNDED, MASKED, False,
+                            key, query, key, first, reach, entry, tile.split, tile.stop, tile.sample,
+                            BOUNDED, MASKED, masks.PADDING and HAS_CALL_MASK,
                         )  # fmt: skip
                         weights = gl.where(seen, weights, 0.0)
+                    if MASKED and masks.PADDING:
+                        weights = gl.where(real_keys(masks.padding, tile, other, i, key_lane, lists), weights, 0.0)
                 if mods.SOFTCAP:
                     weights *= softcap_grad
                 dweights = warpgroup_mma_wait(0, deps=[pending_dweights])
@@ -371,35 +257,39 @@ def _compute_dq(
                 step += 1
         rings.own.release(turn)
         lane = gl.arange(0, ROWS, gl.SliceLayout(1, GRADS))
-        column = gl.arange(0, D, gl.SliceLayout(0, GRADS))
         token = lists.token(tile.row + WHO * ROWS + lane, tile.residue)
         if mods.DROPOUT:
             dqueries = dqueries * mods.keep_scale
-        _store(dq, dqueries * scale_out, tile, token, tile.head, masks.seq_q, lists.heads, column, D)
+        _store(dq, dqueries * scale_out, tile, token, tile.head, masks.seq_q, lists.heads, WIDTH)
 
 
 @gluon.jit(do_not_specialize=[*VARYING, *VARYING_STEPS])
 def backward_kernel(
-    q, k, v, grad, of_rows, lse, delta, dq, dk, dv,
+    q, k, v, grad, of_rows, dk, dv, dq, lse, delta,
     offsets, splits, indices, rule_ids, work, rules, documents, branches, padding, document_ids, seed, slopes,
     batch, heads, group, seq_q, seq_k, num_blocks, lists_per_sample, heads_per_list, num_intervals, num_branches,
-    num_residues, total_tiles, tiles_per_head, first_tile, tile_order, walked, q_step, k_step, v_step, g_step,
+    num_residues, total_tiles, tiles_per_head, first_tile, tile_order, walked,
     scale, scale_out, cap, threshold, keep_scale,
-    D: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, STREAM: gl.constexpr, NUM_STAGES: gl.constexpr,
+    D: gl.constexpr, D_V: gl.constexpr, WIDTH: gl.constexpr,
+    BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, STREAM: gl.constexpr, NUM_STAGES: gl.constexpr,
     NEGATIVE_SCALE: gl.constexpr, HAS_RULE_IDS: gl.constexpr, ONE_INTERVAL: gl.constexpr, DOCUMENTS: gl.constexpr,
     PADDING: gl.constexpr, DOCUMENT_IDS: gl.constexpr, DILATED: gl.constexpr, SOFTCAP: gl.constexpr,
     ALIBI: gl.constexpr, DROPOUT: gl.constexpr, OWN_LISTS: gl.constexpr, OF_KEYS: gl.constexpr,
+    ALONE: gl.constexpr, SUMS: gl.constexpr,
 ):  # fmt: skip
-    """dk and dv (OF_KEYS; the lists are those by key) or dq.
+    """dk and dv (OF_KEYS; the lists are those by key), one of them where it is ALONE (`hopper_large`), or dq.
 
-    `q`, `k`, `v` and `grad` are descriptors, and `of_rows` one of `lse` and `delta` together.
+    `q`, `k`, `v` and `grad` are descriptors, and `of_rows` one of `lse` and `delta` together. D and D_V are the widths
+    of boxes, WIDTH that of a head of q.
     """
     OWN_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], q.dtype)
+    OWN_LAYOUT_V: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D_V], q.dtype)
     STREAM_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([STREAM, D], q.dtype)
+    STREAM_LAYOUT_V: gl.constexpr = gl.NVMMASharedLayout.get_default_for([STREAM, D_V], q.dtype)
     own_a = gl.allocate_shared_memory(q.dtype, [2, ROWS, D], OWN_LAYOUT)
-    own_b = gl.allocate_shared_memory(q.dtype, [2, ROWS, D], OWN_LAYOUT)
+    own_b = gl.allocate_shared_memory(q.dtype, [2, ROWS, D_V], OWN_LAYOUT_V)
     stream_a = gl.allocate_shared_memory(q.dtype, [NUM_STAGES, STREAM, D], STREAM_LAYOUT)
-    stream_b = gl.allocate_shared_memory(q.dtype, [NUM_STAGES, STREAM, D], STREAM_LAYOUT)
+    stream_b = gl.allocate_shared_memory(q.dtype, [NUM_STAGES, STREAM, D_V], STREAM_LAYOUT_V)
     lse_rows = gl.allocate_shared_memory(gl.float32, [NUM_STAGES, 1, STREAM], of_rows.layout)
     delta_rows = gl.allocate_shared_memory(gl.float32, [NUM_STAGES, 1, STREAM], of_rows.layout)
     own = Ring(own_a, new_barriers(1), new_barriers(1), gl.constexpr(1))
@@ -408,29 +298,50 @@ def backward_kernel(
     for place in gl.static_range(NUM_STAGES):
         stream.init(place)
     rings = Rings(own, own_b, stream, stream_b, lse_rows, delta_rows)
+    sums = Sums(own, own_a, SUMS)  # unused
+    if OF_KEYS and not ALONE:
+        STAGE_WIDTH: gl.constexpr = max(D, D_V, 128)
+        STAGE_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, STAGE_WIDTH], q.dtype)
+        stage = gl.allocate_shared_memory(q.dtype, [2, ROWS, STAGE_WIDTH], STAGE_LAYOUT)
+        ds = own
+        if SUMS:
+            DS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, STREAM], q.dtype)
+            of_ds = gl.allocate_shared_memory(q.dtype, [2 * DS_STAGES, ROWS, STREAM], DS_LAYOUT)
+            ds = Ring(of_ds, new_barriers(DS_STAGES), new_barriers(DS_STAGES), DS_STAGES)
+            for place in gl.static_range(DS_STAGES):
+                ds.init(place, 2)
+        sums = Sums(ds, stage, SUMS)
     OWN_BLOCK: gl.constexpr = BLOCK_K if OF_KEYS else BLOCK_Q
     BLOCK: gl.constexpr = BLOCK_Q if OF_KEYS else BLOCK_K
     lists = Lists(
         indices, work, heads, group, num_blocks, lists_per_sample, heads_per_list, num_residues, walked,
         (total_tiles, tiles_per_head, first_tile, tile_order), OWN_BLOCK, BLOCK, STREAM, DILATED,
+        PADDING and not OF_KEYS,
     )  # fmt: skip
-    head_lists = HeadLists(offsets, splits, OWN_LISTS and OF_KEYS)
+    head_lists = HeadLists(offsets, splits, padding, OWN_LISTS and OF_KEYS, PADDING and OF_KEYS)
     masks = Masks(
         rule_ids, rules, documents, branches, padding, document_ids, seq_q, seq_k, num_intervals, num_branches,
         HAS_RULE_IDS, ONE_INTERVAL, DOCUMENTS, PADDING, DOCUMENT_IDS,
     )  # fmt: skip
     mods = ScoreMods(scale, cap, slopes, seed, threshold, keep_scale, NEGATIVE_SCALE, SOFTCAP, ALIBI, DROPOUT)
-    if OF_KEYS:
-        steps = (k_step, v_step, q_step, g_step)
+    if OF_KEYS and ALONE:
+        of_k: gl.constexpr = ALONE == LARGE_KEYS
+        out = dk if of_k else dv
+        WIDTH_OUT: gl.constexpr = D if of_k else D_V
         gl.warp_specialize([
-            (_compute_dkv, (0, dk, dv, scale_out, rings, lists, head_lists, masks, mods, D)),
-            (_compute_dkv, (1, dk, dv, scale_out, rings, lists, head_lists, masks, mods, D)),
-            (_fetch, (k, v, q, grad, of_rows, batch, rings, lists, head_lists, steps, D, True)),
+            (compute_alone, (0, out, scale_out, rings, lists, head_lists, masks, mods, WIDTH_OUT, ALONE)),
+            (compute_alone, (1, out, scale_out, rings, lists, head_lists, masks, mods, WIDTH_OUT, ALONE)),
+            (_fetch, (k, v, q, grad, of_rows, batch, rings, lists, head_lists, D, D_V, True)),
+        ], [4, 1], [COMPUTE_REGS, FETCH_REGS])  # fmt: skip
+    elif OF_KEYS:
+        gl.warp_specialize([
+            (compute_dkv, (0, dk, dv, dq, scale_out, rings, sums, lists, head_lists, masks, mods, D, D_V)),
+            (compute_dkv, (1, dk, dv, dq, scale_out, rings, sums, lists, head_lists, masks, mods, D, D_V)),
+            (_fetch, (k, v, q, grad, of_rows, batch, rings, lists, head_lists, D, D_V, True)),
         ], [4, 1], [COMPUTE_REGS, FETCH_REGS])  # fmt: skip
     else:
-        steps = (q_step, g_step, k_step, v_step)
         gl.warp_specialize([
-            (_compute_dq, (0, dq, lse, delta, scale_out, rings, lists, masks, mods, D)),
-            (_compute_dq, (1, dq, lse, delta, scale_out, rings, lists, masks, mods, D)),
-            (_fetch, (q, grad, k, v, of_rows, batch, rings, lists, head_lists, steps, D, False)),
+            (_compute_dq, (0, dq, lse, delta, scale_out, rings, lists, masks, mods, D, WIDTH)),
+            (_compute_dq, (1, dq, lse, delta, scale_out, rings, lists, masks, mods, D, WIDTH)),
+            (_fetch, (q, grad, k, v, of_rows, batch, rings, lists, head_lists, D, D_V, False)),
         ], [4, 1], [COMPUTE_REGS, FETCH_REGS])  # fmt: skip

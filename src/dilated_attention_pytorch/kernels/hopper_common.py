@@ -26,14 +26,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.core import _aggregate
 
 from ..caches import register_container
-from .common import list_of, load_work, pairs_allowed
+from .common import UNIT, list_of, load_masked_from, load_work, pairs_allowed, words_of
 from .launcher import MOST, described_again
 from .tile_scheduler import num_turns, scheduled_tile
 
@@ -43,27 +45,58 @@ DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 RENAMED = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 load_block = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 store_block = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
-all_wait = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # all threads of a group
+barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # of the threads of a warpgroup
+
+
+if hasattr(tma, "async_atomic_add"):
+    add_block = tma.async_atomic_add
+else:
+
+    @builtin
+    def add_block(tensor_desc, coord, src, _semantic=None):
+        coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+        _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coord, src.handle)
+
+
 BYTES = gl.constexpr(2)  # of a number
 ROWS = gl.constexpr(64)  # of a warpgroup
 TILE = gl.constexpr(2 * ROWS.value)
+ONE_WARP = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))  # of the fetching warp: a number for each lane
 COMPUTE_REGS, FETCH_REGS = gl.constexpr(240), gl.constexpr(24)  # of a thread
 
 VARYING_STEPS = (
     "total_tiles", "tiles_per_head", "first_tile", "tile_order", "batch", "walked",
-    "q_step", "k_step", "v_step", "g_step",
 )  # fmt: skip
 
 
-def describe(x: Tensor, rows: int, num_residues: int) -> TensorDescriptor:
-    """For the copy engine: `rows` tokens of one head of x [batch, seq, heads, D], every `num_residues`-th.
+def describe(x: Tensor, rows: int, num_residues: int, width: int) -> TensorDescriptor:
+    """For the copy engine: boxes of `rows` tokens of one head of x [batch, seq, heads, D], every `num_residues`-th.
 
-    Those ≡ r modulo `num_residues` lie in the columns from `r · x.stride(1)` on.
+    Coordinates are (sample, row of the residue class, residue, head, 0). A box may be wider than the head: what lies
+    beyond it is filled with zeros and never written. Whole boxes count among the bytes that a barrier expects.
     """
     batch, seq, heads, head_dim = x.shape
-    of_sample, step = x.stride()[:2]
-    shape = batch, seq // num_residues, (num_residues - 1) * step + heads * head_dim
-    return _described(x, shape, (of_sample, step * num_residues, 1), (1, rows, head_dim))
+    of_sample, of_token, of_head = tma_strides(x)
+    shape = batch, seq // num_residues, num_residues, heads, head_dim
+    return _described(x, shape, (of_sample, of_token * num_residues, of_token, of_head, 1), (1, rows, 1, 1, width))
+
+
+def tma_strides(x: Tensor) -> list[int]:
+    """Steps to the next sample, token and head; where there is no next one, some step that the copy engine takes."""
+    return [
+        step if size > 1 else 16 // x.dtype.itemsize for size, step in zip(x.shape[:3], x.stride()[:3], strict=True)
+    ]
+
+
+def tma_compatible(x: Tensor) -> bool:
+    """The copy engine takes steps and addresses of 16 bytes."""
+    whole = 16 // x.dtype.itemsize
+    return all(step > 0 and step % whole == 0 for step in tma_strides(x)) and x.data_ptr() % 16 == 0
+
+
+def describe_sums(sums: Tensor) -> TensorDescriptor:
+    """64 × 64 numbers of dq, which lie together: 16 rows of 256."""
+    return _described(sums, (sums.numel() // 256, 256), (256, 1), (16, 256))
 
 
 def describe_rows(of_rows: Tensor, num: int) -> TensorDescriptor:
@@ -73,12 +106,13 @@ def describe_rows(of_rows: Tensor, num: int) -> TensorDescriptor:
 
 
 _known: dict[tuple[object, ...], dict[str, Any]] = {}
-register_container(_known, "kernels.hopper_common._known", "checked tensor descriptors, by shape", bound=MOST)
+register_container(_known, "kernels.hopper_common._known", "checked tensor descriptors, by block", bound=MOST)
 
 
 def _described(x: Tensor, shape: Sequence[int], strides: Sequence[int], block: Sequence[int]) -> TensorDescriptor:
-    """The first one like it is checked by Triton; another tensor in its place needs no more than that."""
-    key = x.dtype, shape, strides, block
+    """The first one of such blocks is checked by Triton. Of another tensor, and of other lengths, only strides and the
+    address could be wrong, which `launch` has looked at."""
+    key = x.dtype, block, len(shape)
     fields = _known.get(key)
     if fields is None:
         layout = PLAIN_LAYOUT
@@ -88,17 +122,45 @@ def _described(x: Tensor, shape: Sequence[int], strides: Sequence[int], block: S
         if len(_known) >= MOST:
             _known.clear()
         fields = _known[key] = {**vars(made), "base": None}
-    return described_again(TensorDescriptor, fields, x)
+    described = described_again(TensorDescriptor, fields, x)
+    described.shape, described.strides = list(shape), list(strides)
+    return described
 
 
 @gluon.jit
 def as_block(buffer, descriptor):
-    """A buffer [rows, D] in the shape of a descriptor's block, [1, rows, D]."""
+    """A buffer [rows, D] in the shape of a descriptor's box, [1, rows, 1, 1, D]."""
     if RENAMED:
         block = buffer.reinterpret(descriptor.dtype, descriptor.block_type.shape, descriptor.layout)
     else:
         block = buffer._reinterpret(descriptor.dtype, descriptor.block_type.shape, descriptor.layout)
     return block
+
+
+@gluon.jit
+def retyped(buffer, descriptor):
+    """A buffer of as many bytes, or more, as [rows, D] of a descriptor's box."""
+    shape: gl.constexpr = [descriptor.block_type.shape[1], descriptor.block_type.shape[4]]
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(shape, descriptor.dtype)
+    if RENAMED:
+        block = buffer.reinterpret(descriptor.dtype, shape, layout)
+    else:
+        block = buffer._reinterpret(descriptor.dtype, shape, layout)
+    return block
+
+
+@gluon.jit
+def as_blocks(buffer, descriptor):
+    """A buffer [rows, D] as [1, rows, 1, 1, D], of which a slice of rows has the shape of a descriptor's box."""
+    if RENAMED:
+        blocks = buffer.reinterpret(
+            descriptor.dtype, [1, buffer.shape[0], 1, 1, buffer.shape[1]], descriptor.layout
+        )  # fmt: skip
+    else:
+        blocks = buffer._reinterpret(
+            descriptor.dtype, [1, buffer.shape[0], 1, 1, buffer.shape[1]], descriptor.layout
+        )  # fmt: skip
+    return blocks
 
 
 @gluon.jit
@@ -145,6 +207,16 @@ def within(x, first, reach):
     return (x - first).to(gl.uint32) <= reach.to(gl.uint32)
 
 
+@gluon.jit
+def spread(numbers, place):
+    """The number of a tuple at the place of each lane. Where a lane's place is known when this is compiled, it costs
+    nothing."""
+    found = place * 0 + numbers[0]
+    for i in gl.static_range(1, len(numbers)):
+        found = gl.where(place == i, numbers[i], found)
+    return found
+
+
 def aggregate(cls):
     """Gluon's aggregate, constructed from its fields in order (Triton 3.6 makes no constructor)."""
 
@@ -171,18 +243,23 @@ class Ring:
         return step % self.NUM_STAGES
 
     @gluon.jit
-    def init(self, place):
-        mbarrier.init(self.ready.index(place), count=1)
-        mbarrier.init(self.empty.index(place), count=2)
+    def init(self, place, PRODUCERS: gl.constexpr = 1, CONSUMERS: gl.constexpr = 2):
+        mbarrier.init(self.ready.index(place), count=PRODUCERS)
+        mbarrier.init(self.empty.index(place), count=CONSUMERS)
 
     @gluon.jit
     def acquire(self, step, NUM_BYTES: gl.constexpr):
         """For the producer: wait for the buffer, and say how much will come. Returns the barrier for the copies."""
         place = step % self.NUM_STAGES
         bar = self.ready.index(place)
-        mbarrier.wait(self.empty.index(place), (step // self.NUM_STAGES & 1) ^ 1)
+        self.wait_empty(step)
         mbarrier.expect(bar, NUM_BYTES)
         return bar
+
+    @gluon.jit
+    def wait_empty(self, step):
+        """For a producer that writes itself."""
+        mbarrier.wait(self.empty.index(step % self.NUM_STAGES), (step // self.NUM_STAGES & 1) ^ 1)
 
     @gluon.jit
     def wait(self, step):
@@ -212,6 +289,7 @@ class Tile:
     start: gl.tensor
     split: gl.tensor
     stop: gl.tensor
+    masked_from: gl.tensor  # `split`, or an entry before it where keys are padding
 
 
 @aggregate
@@ -232,6 +310,7 @@ class Lists:
     BLOCK: gl.constexpr
     STREAM: gl.constexpr
     DILATED: gl.constexpr
+    PADDED: gl.constexpr  # lists are `PaddedLists`
 
     @gluon.jit
     def turns(self):
@@ -244,10 +323,28 @@ class Lists:
         place, head_id = scheduled_tile(turn, self.schedule)
         sample, head = head_id // heads, head_id % heads
         rows_before = self.list_of(sample, head * list_heads) * self.num_blocks
-        block, start, split, stop = load_work(self.work, rows_before + place // TILES_PER_BLOCK)
+        at = rows_before + place // TILES_PER_BLOCK
+        block, start, split, stop = load_work(self.work, at, self.PADDED)
+        masked_from = load_masked_from(self.work, at, split, self.PADDED)
         residue, row = split_residue(block, self.num_blocks // self.num_residues, self.DILATED)
         row = row * self.OWN_BLOCK + place % TILES_PER_BLOCK * TILE
-        return Tile(sample, head, residue, row, block, start, split, stop)
+        return Tile(sample, head, residue, row, block, start, split, stop, masked_from)
+
+    @gluon.jit
+    def tile_alone(self, turn, who):
+        """The tile of one warpgroup, where blocks have half the rows of a tile: each of the two walks its own list.
+
+        The two of a turn are neighbours in the order of work, so about equally long. Where the last one has no
+        neighbour, both do the same.
+        """
+        place, head_id = scheduled_tile(turn, self.schedule)
+        sample, head = head_id // self.heads, head_id % self.heads
+        rows_before = self.list_of(sample, head) * self.num_blocks
+        at = rows_before + gl.minimum(2 * place + who, self.num_blocks - 1)
+        block, start, split, stop = load_work(self.work, at, self.PADDED)
+        masked_from = load_masked_from(self.work, at, split, self.PADDED)
+        residue, row = split_residue(block, self.num_blocks // self.num_residues, self.DILATED)
+        return Tile(sample, head, residue, row * self.OWN_BLOCK, block, start, split, stop, masked_from)
 
     @gluon.jit
     def list_of(self, sample, head):
@@ -266,8 +363,102 @@ class Lists:
     @gluon.jit
     def tokens(self, block, i, lane):
         """The tokens of that part, as a row."""
-        residue, first = self.part(block, i)
-        return gl.expand_dims(self.token(first + lane, residue), 0)
+        if self.BLOCK < self.STREAM:
+            token = spread(block, lane // self.BLOCK) * self.BLOCK + lane % self.BLOCK
+        else:
+            residue, first = self.part(block, i)
+            token = self.token(first + lane, residue)
+        return gl.expand_dims(token, 0)
+
+    @gluon.jit
+    def num_parts(self, entries):
+        """How many whole tiles so many entries of a list are."""
+        if self.BLOCK < self.STREAM:
+            num = entries // (self.STREAM // self.BLOCK)
+        else:
+            num = entries * (self.BLOCK // self.STREAM)
+        return num
+
+    @gluon.jit
+    def num_parts_up(self, entries):
+        """The same with the one that entries do not fill."""
+        if self.BLOCK < self.STREAM:
+            entries += self.STREAM // self.BLOCK - 1
+        return self.num_parts(entries)
+
+    @gluon.jit
+    def entry(self, start, i, lane):
+        """The entry of part `i` of a list from `start` on. Where a part gathers several blocks, those of its lanes, as
+        a row; some may lie behind the end of the list."""
+        if self.BLOCK < self.STREAM:
+            entry = gl.expand_dims(start + i * (self.STREAM // self.BLOCK) + lane // self.BLOCK, 0)
+        else:
+            entry = start + i // (self.BLOCK // self.STREAM)
+        return entry
+
+    @gluon.jit
+    def ends_behind(self, start, i, entry):
+        """Whether part `i` of a list from `start` on has that entry, or one behind it."""
+        if self.BLOCK < self.STREAM:
+            behind = start + (i + 1) * (self.STREAM // self.BLOCK) > entry
+        else:
+            behind = start + i // (self.BLOCK // self.STREAM) >= entry
+        return behind
+
+    @gluon.jit
+    def boxes(self, start, stop, i, place):
+        """The blocks at places of part `i`, which gathers several.
+
+        Behind the end of a list stands its last block again: nothing is multiplied by the zero weights of keys that are
+        not there but what the tile multiplies anyway.
+        """
+        entry = gl.minimum(start + i * (self.STREAM // self.BLOCK) + place, stop - 1)
+        return gl.load(self.indices + entry, mask=entry >= start, other=0)
+
+    @gluon.jit
+    def blocks_of(self, start, stop, i, MAY_BE_EMPTY: gl.constexpr):
+        """The block of part `i` of a list, or the tuple of those that it gathers."""
+        if self.BLOCK < self.STREAM:
+            blocks = (self.boxes(start, stop, i, 0),)
+            for place in gl.static_range(1, self.STREAM // self.BLOCK):
+                blocks = blocks + (self.boxes(start, stop, i, place),)  # noqa: RUF005
+        elif MAY_BE_EMPTY:
+            blocks = gl.load(self.indices + self.entry(start, i, 0), mask=start < stop, other=0)
+        else:
+            blocks = gl.load(self.indices + self.entry(start, i, 0))
+        return blocks
+
+    @gluon.jit
+    def words_of(self, words, start, stop, i):
+        """The same of `United.words`, 0 behind the end of a list: no row sees that."""
+        entry = self.entry(start, i, 0) if self.BLOCK >= self.STREAM else start + i * (self.STREAM // self.BLOCK)
+        found = (gl.load(words + entry, mask=entry < stop, other=0),)
+        for place in gl.static_range(1, self.STREAM // self.BLOCK):
+            more = gl.load(words + entry + place, mask=entry + place < stop, other=0)
+            found = found + (more,)  # noqa: RUF005
+        return found
+
+
+@gluon.jit
+def real_keys(bits, tile, block, i, lane, lists):
+    """Which keys of part `i` of a list, which lies in `block` or gathers these, are no padding, as a row; `lane`
+    numbers the keys."""
+    UNITS: gl.constexpr = lists.STREAM // UNIT
+    LAYOUT: gl.constexpr = gl.reshape(lane, [UNITS, UNIT]).type.layout
+    unit = gl.arange(0, UNITS, gl.SliceLayout(1, LAYOUT))
+    num_blocks = lists.walked * lists.num_residues
+    if lists.BLOCK < lists.STREAM:
+        first = words_of(bits, tile.sample, 0, num_blocks, lists.BLOCK)
+        own = spread(block, unit // (lists.BLOCK // UNIT)) * (1 + lists.BLOCK // UNIT)
+        word = gl.load(first + (own + unit % (lists.BLOCK // UNIT))).to(gl.int32)
+    else:
+        first = words_of(bits, tile.sample, block, num_blocks, lists.BLOCK)
+        word = gl.load(first + (i % (lists.BLOCK // lists.STREAM) * UNITS + unit)).to(gl.int32)
+    bit = gl.expand_dims(gl.arange(0, UNIT, gl.SliceLayout(0, LAYOUT)), 0)
+    # A thread's keys differ in bits 0 and 3 of their numbers: it shifts a word once, and knows where to look.
+    real = (gl.expand_dims(word, 1) >> (bit & 6)) & (1 << (bit & 9))
+    real = gl.convert_layout(gl.reshape(real, [lists.STREAM]), lane.type.layout, assert_trivial=True)
+    return gl.expand_dims(real, 0) != 0
 
 
 @aggregate
@@ -278,7 +469,7 @@ class Masks:
     rules: gl.tensor
     documents: gl.tensor
     branches: gl.tensor
-    padding: gl.tensor
+    padding: gl.tensor  # `padding.key_bits`
     document_ids: gl.tensor
     seq_q: gl.tensor
     seq_k: gl.tensor
@@ -295,14 +486,15 @@ class Masks:
         self, x, query, key, first, reach, entry, split, stop, sample,
         BOUNDED: gl.constexpr, MASKED: gl.constexpr, ANY: gl.constexpr,
     ):  # fmt: skip
-        """The pairs that are allowed: where BOUNDED, those with `x`, the walked side, within the other's bounds."""
+        """The pairs that are allowed but for padding: where BOUNDED, those with `x`, the walked side, within the
+        other's bounds."""
         if BOUNDED:
             seen = within(x, first, reach)
         else:
             seen = pairs_allowed(
                 query, key, entry, split, stop, sample, self.rule_ids, self.rules, self.documents, self.padding,
                 self.document_ids, self.num_intervals, self.seq_q, self.seq_k,
-                MASKED, ANY, self.HAS_RULE_IDS, self.ONE_INTERVAL, self.DOCUMENTS, self.PADDING, self.DOCUMENT_IDS,
+                MASKED, ANY, self.HAS_RULE_IDS, self.ONE_INTERVAL, self.DOCUMENTS, False, self.DOCUMENT_IDS,
             )  # fmt: skip
         return seen
 

@@ -18,8 +18,8 @@ from .hopper_common import (
     TILE,
     Ring,
     aggregate,
-    all_wait,
     as_block,
+    barrier,
     load_block,
     new_barriers,
 )
@@ -80,12 +80,12 @@ def _fetch(rows, columns, queries, keys, work, D: gl.constexpr):
         bar = queries.acquire(turn, TILE * D * BYTES)
         for half in gl.static_range(2):
             buffer = queries.buffers.index(2 * queries.place(turn) + half)
-            load_block(rows, [head, tile * TILE + half * ROWS, 0], bar, as_block(buffer, rows))
+            load_block(rows, [head, tile * TILE + half * ROWS, 0, 0, 0], bar, as_block(buffer, rows))
         of_columns = head // work.heads * (work.heads // work.group) + head % work.heads // work.group
         num = work.num_tiles(tile)
         for i in range(num):
             bar = keys.acquire(step, TILE * D * BYTES)
-            at = [of_columns, (num - 1 - i) * TILE, 0]
+            at = [of_columns, (num - 1 - i) * TILE, 0, 0, 0]
             load_block(columns, at, bar, as_block(keys.buffers.index(keys.place(step)), columns))
             step += 1
 
@@ -246,7 +246,7 @@ def _finish(
     FLAT: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])
     WIDE: gl.constexpr = gl.BlockedLayout([1, 1, EACH], [1, 32, 1], [OVER_ROWS, 4 // OVER_ROWS, 1], [2, 1, 0])
     PAIRS: gl.constexpr = gl.SliceLayout(2, WIDE)
-    all_wait()
+    barrier()
     lane = gl.arange(0, ROWS, gl.SliceLayout(0, FLAT))
     row_lse = gl.expand_dims(gl.convert_layout(row_lse, gl.SliceLayout(0, FLAT)), 0)
     share = gl.expand_dims(gl.convert_layout(share, gl.SliceLayout(0, FLAT)), 0)
@@ -255,7 +255,7 @@ def _finish(
         at = kept.peaks + which * ROWS + gl.expand_dims(lane, 0)
         factor = gl.exp2(gl.load(at, mask=which < num, other=0.0) - row_lse) * share
         gl.store(at, factor, mask=which < num)
-    all_wait()
+    barrier()
     line = gl.expand_dims(gl.arange(0, QUERY_BLOCKS, gl.SliceLayout(1, PAIRS)), 1)
     first = gl.expand_dims(gl.arange(0, AT_ONCE, gl.SliceLayout(0, PAIRS)), 0) * EACH
     within = gl.expand_dims(gl.expand_dims(gl.arange(0, EACH, gl.SliceLayout(0, gl.SliceLayout(1, WIDE))), 0), 1)
@@ -279,7 +279,7 @@ def _finish(
             gl.store(at, as_weights(weights, is_forced), mask=there)
         else:
             gl.store(at, weights, mask=there)
-    all_wait()  # before the next tile writes over the sums
+    barrier()  # before the next tile writes over the sums
 
 
 @gluon.jit(

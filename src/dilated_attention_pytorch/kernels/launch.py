@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 import warnings
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -18,27 +19,34 @@ from ..caches import cached
 from ..layout import BlockLayout
 from ..layout.lists import neighbourhood
 from ..options import CallOptions
-from . import launcher
-from .backward import dkv_kernel, dq_kernel, rows_kernel
+from ..patterns.blocks import ceil_div
+from . import launcher, padding, united
+from .backward import dkv_kernel, dq_kernel, round_kernel, rows_kernel
 from .bias_arguments import BiasArguments, BiasSums, NoSums
-from .common import cap_kind
+from .common import BY_KEY, cap_kind
 from .configs import (
     FEW_ROWS,
     HOPPER_BACKWARD,
+    HOPPER_BACKWARD_HALF,
     HOPPER_DKV_NARROW,
-    HOPPER_FORWARD,
+    HOPPER_FUSED,
     Config,
     Configs,
+    box_width,
     configs,
     for_rows,
+    forward_tiles,
     padded_dim,
+    sums_width,
 )
 from .forward import forward_kernel
+from .padding import PaddedLists
 from .tile_scheduler import TileSchedule, tile_schedules
+from .united import LARGE_BLOCK
 
 INTERPRETED = triton.knobs.runtime.interpret
 try:
-    from . import hopper_backward, hopper_common, hopper_forward
+    from . import hopper_backward, hopper_common, hopper_dkv, hopper_forward, hopper_large, runs
 except ImportError:  # Gluon is Triton's experiment: where it lacks what we use, the plain kernels run
     HAVE_GLUON = False
 else:
@@ -48,8 +56,10 @@ else:
 Grads = tuple[Tensor, Tensor, Tensor]
 # To hash every pair takes longer than all products of small heads, and the plain kernel has more warps for it.
 SMALL_HEAD = 64
-# lse and delta of every row, in units of the kernels and up to whole blocks: both together, then each.
-Rows = tuple[Tensor, Tensor, Tensor]
+WORK = 2  # where the order of work stands among lists by query
+# lse and delta of every row, in units of the kernels and up to whole blocks: both together, then each. Behind them the
+# sums of dq, where one kernel computes all gradients.
+Rows = tuple[Tensor, ...]
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, options: CallOptions) -> tuple[Tensor, Tensor]:
@@ -96,7 +106,7 @@ def backward(
     key = _call_key(options, *given)
     known = layout.call_cache.get(key)
     if known:
-        grads, of_rows = _gradients(q, k, v, layout)
+        grads, of_rows = _gradients(q, k, v, layout, fused=known.num_tensors > len(given) + 6)
         known((*given, *of_rows, *grads))
         return grads
     call = Call(q, k, v, layout, options)
@@ -109,7 +119,8 @@ def _call_key(options: CallOptions, *tensors: Tensor) -> tuple[Any, ...] | None:
     """What calls over a layout share that launch the same but for their tensors; None where a mask is among these."""
     if options.has_tensors:
         return None
-    return options.scale, options.softcap, precision_of(tensors[0].dtype), *map(launcher.like, tensors)
+    numbers = options.scale, options.softcap, options.deterministic
+    return *numbers, precision_of(tensors[0].dtype), *map(launcher.like, tensors)
 
 
 def _remember(key: tuple[Any, ...] | None, call: Call, tensors: tuple[Tensor, ...]) -> None:
@@ -135,7 +146,8 @@ class Call:
         options: CallOptions,
     ) -> None:
         self.q, self.k, self.v = contiguous_rows(q), contiguous_rows(k), contiguous_rows(v)
-        self.layout, self.scale = layout, options.scale
+        self.layout, self.options, self.scale = layout, options, options.scale
+        self.deterministic = options.deterministic
         self.as_given = self.q is q and self.k is k and self.v is v  # no tensor had to be copied
         self.launches: list[launcher.Launched | None] = []
         self.batch, self.seq_q, self.heads, self.head_dim = q.shape
@@ -143,21 +155,16 @@ class Call:
         self.group = self.heads // self.heads_kv
         self.head_dim_v = v.shape[3]
         self.padded = padded_dim(max(self.head_dim, self.head_dim_v))
+        self.boxes = box_width(self.head_dim), box_width(self.head_dim_v)
         self.tma, self.hopper, self.configs = _device(q.device, self.padded, q.dtype.itemsize)
         lists = layout.num_heads or 1
         self.own_lists = lists > self.heads_kv  # query heads of a key head follow different ones
-        unused, padding, ids = layout.by_query.offsets, options.key_padding_mask, options.document_ids
-        self.masks = (
-            layout.rules,
-            layout.documents,
-            layout.branches,
-            unused if padding is None else padding.contiguous().view(torch.uint8),
-            unused if ids is None else ids.contiguous(),
-            unused if options.seed is None else options.seed,
-        )
+        unused, hidden, ids = layout.by_query.offsets, options.key_padding_mask, options.document_ids
+        self.unused, self.padding = unused, None if hidden is None else hidden.contiguous().view(torch.uint8)
+        self.masks = unused if ids is None else ids.contiguous(), unused if options.seed is None else options.seed
         self.sizes = (self.heads, self.group, layout.seq_q, layout.seq_k)
+        self.lists_per_sample = lists if (layout.batch_size or 1) > 1 else 0
         self.list_sizes = (
-            lists if (layout.batch_size or 1) > 1 else 0,
             self.heads // lists,
             layout.rules.shape[1],
             layout.branches.shape[1],
@@ -182,7 +189,7 @@ class Call:
             "HAS_RULE_IDS": layout.by_query.rule_ids.numel() > 0 and not layout.dilated,
             "ONE_INTERVAL": layout.rules.shape[1] == 1,
             "DOCUMENTS": min(num_ranges(layout), 2),
-            "PADDING": padding is not None,
+            "PADDING": hidden is not None,
             "DOCUMENT_IDS": 0 if ids is None else 1 + (ids.shape[1] > layout.seq_k),
             "DROPOUT": options.seed is not None,
             "DILATED": int(layout.dilated) + int(layout.has_mixed_blocks),
@@ -194,24 +201,43 @@ class Call:
         # Of the plain kernels alone.
         self.plain_flags = self.flags | {"BITMAPS": int(len(layout.bitmaps) > 0), "BIAS": self.bias.flags["BIAS"]}
 
+    @cached_property
+    def walks_runs(self) -> bool:
+        """Of dilated attention: runs of keys, not blocks."""
+        return not _no_runs(self.hopper, self.q, self.k, self.v, self.layout, self.options)
+
     def forward(self) -> tuple[Tensor, Tensor]:
-        q, k, v = self.q, self.k, self.v
+        q, k, v, layout = self.q, self.k, self.v, self.layout
         out, lse = results(q, v)
-        hashes = self.flags["DROPOUT"] and self.head_dim <= SMALL_HEAD
-        if not hashes and self._on_hopper(self.layout.block_q, self.layout.block_k, q, k, v, out):
-            self._hopper_forward(out, lse)
+        if self.walks_runs:
+            runs.forward(self, out, lse)
             return out, lse
+        hashes = self.flags["DROPOUT"] and self.head_dim <= SMALL_HEAD
+        own, block = layout.blocks
+        if not hashes and self._on_hopper(forward_tiles(own), own, block, q, k, v, out, gathers=True):
+            by_query = self._by_query(self.key_bits)
+            self._hopper_forward(out, lse, own, by_query, self.lists.lists_per_sample)
+            return out, lse
+        by_query = self._by_query(self.padding)
         tiles, owned, config = self._query_tiles(self.configs.forward)
+        own_rows = owned["TILE_Q"] * owned["PACK"]
+        if not hashes and self._unites(out):
+            rows = layout._derive(f"united, {own_rows}", partial(united.united_rows, layout, own_rows))
+            of_lists = [rows.indices, rows.words, rows.work, layout.rules, layout.documents, layout.branches]
+            of_keys = self.unused if self.key_bits is None else self.key_bits
+            self._hopper_forward(out, lse, LARGE_BLOCK, [*of_lists, of_keys, *self.masks], self.lists_per_sample)
+            by_query[WORK] = self.lists.work_of(rows.own_work, layout.num_q_blocks)  # only one of the two has rows
         grid = (tiles * self.batch * (self.heads // owned["PACK"]),)
-        if self._has_few_rows(owned["TILE_Q"] * owned["PACK"], config.tile_q):
+        if self._has_few_rows(own_rows, config.tile_q):
             config = FEW_ROWS.forward
+        config = self._block_by_block(config, tile_k=self.layout.block_k)
         tma, (keys, values) = self._walked(config.tile_k, self.layout.block_k, k, v)
         self._launch(
             forward_kernel, grid,
-            (q, keys, values, out, lse, *self._by_query(), *self.masks, self.slopes, self.layout.bitmaps,
+            (q, keys, values, out, lse, *by_query, self.slopes, self.layout.bitmaps,
              *self.bias.tensors),
-            (*_strides(q, k, v), *self.sizes, self.layout.num_q_blocks, *self.list_sizes, self.exp_scale, self.cap,
-             *self.dropout, *self.bias.numbers),
+            (*_strides(q, k, v), *self.sizes, self.layout.num_q_blocks, self.lists.lists_per_sample, *self.list_sizes,
+             self.exp_scale, self.cap, *self.dropout, *self.bias.numbers),
             **self.plain_flags, **owned, TILE_K=config.tile_k, TMA=tma, **self._launch_options(config),
         )  # fmt: skip
         return out, lse
@@ -221,31 +247,60 @@ class Call:
     ) -> tuple[Grads, Rows, list[Tensor]]:
         """dq, dk and dv, the numbers of rows that the kernels took, and the gradients of the bias that are wanted."""
         q, k, v, layout, given = self.q, self.k, self.v, self.layout, (do, dlse, out, lse)
-        do = contiguous_rows(do)
+        do = contiguous_rows(do) if not self.walks_runs or runs.reachable(do) else do.contiguous()
         out, lse = out.contiguous(), lse.contiguous()  # a ring gives parts of its own
         dlse = None if dlse is None else dlse.contiguous()
         self.as_given &= all(map(operator.is_, given, (do, dlse, out, lse)))
-        (dq, dk, dv), of_rows = _gradients(q, k, v, layout)
+        on_hopper = self._on_hopper(HOPPER_BACKWARD, layout.block_k, layout.block_q, q, k, v, do)
+        fused = on_hopper and not (wanted or self.deterministic or self.walks_runs)
+        fused = fused and max(self.boxes) <= max(HOPPER_FUSED)
+        (dq, dk, dv), of_rows = _gradients(q, k, v, layout, fused=fused)
         padded_q, tile = of_rows[0].shape[-1], min(64, layout.block_q)
         self._launch(
             rows_kernel, (padded_q // tile * self.batch * self.heads,),
-            (out, do, lse if dlse is None else dlse, lse, *of_rows[1:]),
-            (*do.stride()[:3], self.heads, self.seq_q, padded_q, layout.num_residues),
+            (out, do, lse if dlse is None else dlse, lse, *of_rows[1:3], of_rows[-1]),
+            (*do.stride()[:3], self.heads, self.seq_q, padded_q, 1 if self.walks_runs else layout.num_residues),
             D=self.head_dim_v, PADDED_D=self.flags["PADDED_D_V"], TILE=tile, BASE_E=self.flags["BASE_E"],
-            DLSE=dlse is not None,
+            DLSE=dlse is not None, SUMS=sums_width(self.head_dim) if fused else 0,
         )  # fmt: skip
-        if self._on_hopper(layout.block_k, layout.block_q, q, k, v, do):
+        if self.walks_runs:
+            self._backward_over_runs(do, of_rows, dq, dk, dv)
+            return (dq, dk, dv), of_rows, []
+        if fused:
+            sums = of_rows[-1]
+            self._hopper_backward(do, of_rows, sums, dk, dv, of_keys=True, fused=True)
+            self._launch(
+                round_kernel,
+                (sums.numel() // (64 * 64),),
+                (sums, dq),
+                (self.heads, self.seq_q, padded_q, layout.num_residues, self.scale * self.dropout[1]),
+                D=sums_width(self.head_dim),
+                WIDTH=self.head_dim,
+                num_warps=4,
+            )
+            return (dq, dk, dv), of_rows, []
+        if on_hopper:
             self._hopper_backward(do, of_rows, dq, dk, dv, of_keys=True)
         else:
             self._plain_dkv(do, of_rows, dk, dv)
         of_bias = None
         if wanted:
             of_bias = BiasSums(self.bias, wanted, self.heads, padded_q, self.dropout[1], do, v, dlse, lse)
-        if of_bias is None and self._on_hopper(layout.block_q, layout.block_k, q, k, v, do):
+        if of_bias is None and self._on_hopper(HOPPER_BACKWARD, layout.block_q, layout.block_k, q, k, v, do):
             self._hopper_backward(do, of_rows, dq, dk, dv, of_keys=False)
         else:
             self._plain_dq(do, of_rows, dq, of_bias)
         return (dq, dk, dv), of_rows, of_bias.results() if of_bias else []
+
+    def _backward_over_runs(self, do: Tensor, of_rows: Rows, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
+        if self.group == 1:
+            runs.backward(self, do, of_rows[1:], (dq, dk, dv))
+            return
+        of_heads = [x.new_empty(self.q.shape) for x in (dk, dv)]
+        runs.backward(self, do, of_rows[1:], (dq, *of_heads))
+        for x, each in zip((dk, dv), of_heads, strict=True):
+            torch.sum(each.unflatten(2, (self.heads_kv, self.group)), 3, out=x)
+        self.as_given = False  # sums are no launch of ours
 
     def _launch(self, *args: Any, **constants: Any) -> None:
         self.launches.append(launcher.launch(*args, **constants))
@@ -259,19 +314,26 @@ class Call:
         """Whether a tile has few rows because blocks are small."""
         return own_rows < 64 <= usual and self.q.dtype.itemsize == 2
 
+    def _block_by_block(self, config: Config, **walked: int) -> Config:
+        """Each block of dilated attention has a multiplicity of its own, so a tile walks no several at once."""
+        if not self.layout.dilated:
+            return config
+        return config._replace(**{name: min(getattr(config, name), block) for name, block in walked.items()})
+
     def _plain_dkv(self, do: Tensor, of_rows: Rows, dk: Tensor, dv: Tensor) -> None:
         q, k, v, layout = self.q, self.k, self.v, self.layout
         tile_k = min(self.configs.dkv.tile_k, layout.block_k)
         config = for_rows(self.configs.dkv, tile_k)
         if self.padded <= 64 and self._has_few_rows(tile_k, config.tile_k):
             config = FEW_ROWS.dkv
+        config = self._block_by_block(config, tile_q=layout.block_q)
         tma, (queries, grads) = self._walked(config.tile_q, layout.block_q, q, do)
         self._launch(
             dkv_kernel, (layout.num_k_blocks * (layout.block_k // tile_k) * self.batch * self.heads_kv,),
-            (queries, k, v, grads, *of_rows[1:], dk, dv, *layout.by_key.tensors(), layout.key_work,
-             *self.masks, self.slopes, layout.bitmaps, *self.bias.tensors),
-            (*_strides(q, k, v, do), *self.sizes, layout.num_k_blocks, *self.list_sizes, self.exp_scale, self.scale,
-             self.cap, *self.dropout, *self.bias.numbers),
+            (queries, k, v, grads, *of_rows[1:], dk, dv, *self._by_key(layout.documents), self.slopes, layout.bitmaps,
+             *self.bias.tensors),
+            (*_strides(q, k, v, do), *self.sizes, layout.num_k_blocks, self.lists_per_sample, *self.list_sizes,
+             self.exp_scale, self.scale, self.cap, *self.dropout, *self.bias.numbers),
             **self.plain_flags, TILE_Q=config.tile_q, TILE_K=tile_k, PACK=1, TMA=tma, **self._launch_options(config),
         )  # fmt: skip
 
@@ -282,84 +344,156 @@ class Call:
         own_rows = owned["TILE_Q"] * owned["PACK"]
         if self.padded <= 64 and self._has_few_rows(own_rows, config.tile_q):
             config = FEW_ROWS.dq._replace(tile_k=own_rows)
+        config = self._block_by_block(config, tile_k=layout.block_k)
         tma, (keys, values) = self._walked(config.tile_k, layout.block_k, k, v)
         sums = NoSums(layout.bitmaps, self.batch, self.heads) if of_bias is None else of_bias
         for first_sample, samples, first_head, heads in sums.launches():
             self._launch(
                 dq_kernel, (tiles * samples * (heads // owned["PACK"]),),
-                (q, keys, values, do, *of_rows[1:], dq, *sums.tensors, *self._by_query(), *self.masks, self.slopes,
+                (q, keys, values, do, *of_rows[1:], dq, *sums.tensors, *self._by_query(self.padding), self.slopes,
                  layout.bitmaps, *self.bias.tensors),
-                (*_strides(q, k, v, do), *self.sizes, layout.num_q_blocks, *self.list_sizes, self.exp_scale, self.scale,
-                 self.cap, *self.dropout, *self.bias.numbers, *sums.numbers, first_sample, first_head, heads),
+                (*_strides(q, k, v, do), *self.sizes, layout.num_q_blocks, self.lists.lists_per_sample,
+                 *self.list_sizes, self.exp_scale, self.scale, self.cap, *self.dropout, *self.bias.numbers,
+                 *sums.numbers, first_sample, first_head, heads),
                 **self.plain_flags, **sums.flags, **owned, TILE_K=config.tile_k, TMA=tma,
                 **self._launch_options(config),
             )  # fmt: skip
 
-    def _on_hopper(self, own_block: int, block: int, *tensors: Tensor) -> bool:
+    def _on_hopper(
+        self, tiles: Iterable[int], own_block: int, block: int, *tensors: Tensor, gathers: bool = False
+    ) -> bool:
         plain = self.bias.flags["BIAS"] or _plain_reason(
-            self.hopper, self.head_dim, self.layout, own_block, block, tensors
+            self.hopper, tiles, self.layout, own_block, block, tensors, gathers
         )
         return not plain
 
-    def _hopper_forward(self, out: Tensor, lse: Tensor) -> None:
+    def _unites(self, out: Tensor) -> bool:
+        """Whether the rows of small blocks are united for the kernel for Hopper, where that turns out to pay."""
+        tiles, inputs = forward_tiles(LARGE_BLOCK), (self.q, self.k, self.v)
+        gathers = self._on_hopper(tiles, LARGE_BLOCK, self.layout.block_k, *inputs, out, gathers=True)
+        return gathers and not united.reason_not_to(self.layout, self.heads * self.batch, self.head_dim)
+
+    def _hopper_forward(
+        self, out: Tensor, lse: Tensor, block_q: int, by_query: list[Tensor], lists_per_sample: int
+    ) -> None:
+        """Of the layout's rows of blocks, or of those that unite several."""
         layout = self.layout
-        tile_k, q_stages, kv_stages = HOPPER_FORWARD[self.head_dim]
-        tile_k = min(tile_k, layout.block_k)
-        described = self._described((self.q, self.k, self.v, out), (64, tile_k, tile_k, 64))
-        for programs, schedule in self._schedules(layout.num_q_blocks, layout.block_q // 128, self.heads):
+        num_blocks, fine = layout.num_q_blocks, 0
+        if block_q > layout.block_q:
+            num_blocks, fine = ceil_div(layout.seq_q, block_q), layout.block_q
+        tile_k, q_stages, kv_stages = forward_tiles(block_q)[max(self.boxes)]
+        if layout.dilated or len(layout.bitmaps):  # each block has its own multiplicity, or words
+            tile_k = min(tile_k, layout.block_k)
+        rows = min(tile_k, layout.block_k)  # a tile is part of a block or gathers several
+        (box, box_v), tensors = self.boxes, (self.q, self.k, self.v, out)
+        described = self._described(tensors, (64, rows, rows, 64), (box, box, box_v, box_v))
+        for programs, schedule in self._schedules(num_blocks, block_q / 128, self.heads):
             self._launch(
                 hopper_forward.forward_kernel, (programs,),
-                (*described, lse, *self._by_query(), *self.masks, self.slopes),
-                (*self.sizes, layout.num_q_blocks, *self.list_sizes, *schedule,
-                 layout.num_k_blocks // layout.num_residues, *(x.stride(1) for x in (self.q, self.k, self.v)),
-                 self.exp_scale, self.cap, *self.dropout),
-                **self._hopper_flags(), TILE_K=tile_k, Q_STAGES=q_stages, KV_STAGES=kv_stages,
-                num_warps=4, maxnreg=168,
+                (*described, lse, *by_query, self.slopes, layout.bitmaps),
+                (*self.sizes, num_blocks, lists_per_sample, *self.list_sizes, *schedule,
+                 layout.num_k_blocks // layout.num_residues, self.exp_scale, self.cap, *self.dropout),
+                **{**self._hopper_flags(box), "BLOCK_Q": block_q}, FINE=fine, TILE_K=tile_k, Q_STAGES=q_stages,
+                BITMAPS=bool(len(layout.bitmaps)), KV_STAGES=kv_stages, num_warps=4, maxnreg=168,
             )  # fmt: skip
 
-    def _hopper_backward(self, do: Tensor, of_rows: Rows, dq: Tensor, dk: Tensor, dv: Tensor, *, of_keys: bool) -> None:
+    def _hopper_backward(
+        self, do: Tensor, of_rows: Rows, dq: Tensor, dk: Tensor, dv: Tensor, *, of_keys: bool, fused: bool = False
+    ) -> None:
         layout = self.layout
-        stream, num_stages = HOPPER_BACKWARD[self.head_dim]
-        if of_keys and (self.flags["SOFTCAP"] or self.flags["ALIBI"] or self.flags["DROPOUT"]):
+        box, box_v = self.boxes
+        if fused:
+            box = sums_width(self.head_dim)
+        large = max(box, box_v) > max(HOPPER_FUSED)
+        stream, num_stages = (HOPPER_FUSED if fused else HOPPER_BACKWARD)[max(box, box_v)]
+        if large and min(box, box_v) <= max(HOPPER_FUSED):
+            stream, num_stages = HOPPER_BACKWARD_HALF
+        if of_keys and not large and (self.flags["SOFTCAP"] or self.flags["ALIBI"] or self.flags["DROPOUT"]):
             stream, num_stages = HOPPER_DKV_NARROW
         stream = min(stream, layout.block_q if of_keys else layout.block_k)
+        flags, kind = self._hopper_flags(box), 0
+        if fused:
+            # A warpgroup gets 64 × 64 numbers of dq: half of them, or all.
+            kind = hopper_dkv.HALVES.value if stream * box == 2 * 64 * 64 else hopper_dkv.OWN.value
         if of_keys:
-            lists, work = layout.by_key, layout.key_work
+            documents, flags["DOCUMENTS"] = self._documents_by_key()
+            lists, lists_per_sample = self._by_key(documents), self.lists_per_sample
             num_blocks, walked = layout.num_k_blocks, layout.num_q_blocks
             tiles, heads = layout.block_k // 128, self.heads_kv
         else:
-            lists, work = layout.by_query, layout.query_work
+            lists = [*layout.by_query.tensors()[:2], *self._by_query(self.key_bits)]
+            lists_per_sample = self.lists.lists_per_sample
             num_blocks, walked = layout.num_q_blocks, layout.num_k_blocks
             tiles, heads = layout.block_q // 128, self.heads
         of_q, of_k = (stream, 64) if of_keys else (64, stream)
-        inputs = (self.q, self.k, self.v, do)
-        described = self._described(inputs, (of_q, of_k, of_k, of_q))
+        described = self._described((self.q, self.k, self.v, do), (of_q, of_k, of_k, of_q), (box, box, box_v, box_v))
         described.append(hopper_common.describe_rows(of_rows[0], stream))
-        for programs, schedule in self._schedules(num_blocks, tiles, heads):
+        described += self._described((dk, dv), (64, 64), (box, box_v))
+        dqs = hopper_common.describe_sums(dq) if fused else dq
+        # Of large heads dk and dv come one after the other.
+        parts = (hopper_large.OF_KEYS.value, hopper_large.OF_VALUES.value) if of_keys and large else (0,)
+        schedules = self._schedules(num_blocks, tiles, heads)
+        for part, (programs, schedule) in itertools.product(parts, schedules):
             self._launch(
                 hopper_backward.backward_kernel, (programs,),
-                (*described, *of_rows[1:], dq, dk, dv, *lists.tensors(), work, *self.masks, self.slopes),
-                (self.batch, *self.sizes, num_blocks, *self.list_sizes, *schedule, walked // layout.num_residues,
-                 *(x.stride(1) for x in inputs), self.exp_scale, self.scale, self.cap, *self.dropout),
-                **self._hopper_flags(), STREAM=stream, NUM_STAGES=num_stages, OWN_LISTS=self.own_lists, OF_KEYS=of_keys,
-                num_warps=4, maxnreg=168,
+                (*described, dqs, *of_rows[1:3], *lists, self.slopes),
+                (self.batch, *self.sizes, num_blocks, lists_per_sample, *self.list_sizes, *schedule,
+                 walked // layout.num_residues, self.exp_scale, self.scale, self.cap, *self.dropout),
+                **flags, WIDTH=self.head_dim, STREAM=stream, NUM_STAGES=num_stages,
+                OWN_LISTS=self.own_lists, OF_KEYS=of_keys, ALONE=part,
+                SUMS=kind, num_warps=4, maxnreg=168,
             )  # fmt: skip
 
-    def _schedules(self, rows: int, tiles: int, heads: int) -> tuple[tuple[int, TileSchedule], ...]:
-        """Of rows of so many tiles each."""
+    def _schedules(self, rows: int, tiles: float, heads: int) -> tuple[tuple[int, TileSchedule], ...]:
+        """Of rows of so many tiles each, or of half a tile: two of them are one."""
         near = neighbourhood(self.layout.num_residues)
-        return tile_schedules(rows * tiles, near * tiles, heads * self.batch, num_processors(self.q.device))
+        per_head, near = math.ceil(rows * tiles), math.ceil(near * tiles)
+        return tile_schedules(per_head, near, heads * self.batch, num_processors(self.q.device))
 
-    def _described(self, tensors: Sequence[Tensor], rows: Sequence[int]) -> list[Any]:
-        """For the Hopper kernels' copies of so many rows."""
-        return [hopper_common.describe(x, num, self.layout.num_residues) for x, num in zip(tensors, rows, strict=True)]
+    def _described(self, tensors: Sequence[Tensor], rows: Sequence[int], boxes: Sequence[int]) -> list[Any]:
+        """For the Hopper kernels' copies of so many rows, in boxes of these widths."""
+        of_class = self.layout.num_residues
+        return [hopper_common.describe(x, num, of_class, box) for x, num, box in zip(tensors, rows, boxes, strict=True)]
 
-    def _hopper_flags(self) -> dict[str, Any]:
-        unknown = ("PADDED_D", "D_V", "PADDED_D_V", "PRECISION", "BASE_E")
-        return {name: value for name, value in self.flags.items() if name not in unknown}
+    def _hopper_flags(self, box: int) -> dict[str, Any]:
+        """Their D and D_V are the widths of boxes."""
+        unknown = ("PADDED_D", "PADDED_D_V", "PRECISION", "BASE_E")
+        known = {name: value for name, value in self.flags.items() if name not in unknown}
+        return known | {"D": box, "D_V": self.boxes[1]}
 
-    def _by_query(self) -> list[Tensor]:
-        return [*self.layout.by_query.tensors()[2:], self.layout.query_work]
+    @cached_property
+    def key_bits(self) -> Tensor | None:
+        """What of the keys is padding, as the kernels for Hopper and those of dk and dv read it."""
+        return None if self.padding is None else padding.key_bits(self._launch, self.padding, self.layout)
+
+    @cached_property
+    def lists(self) -> PaddedLists:
+        """The lists by query, without what is padding."""
+        if self.key_bits is None:
+            return padding.unpadded(self.layout, self.lists_per_sample)
+        return padding.padded_lists(self._launch, self.key_bits, self.layout)
+
+    def _by_query(self, of_keys: Tensor | None) -> list[Tensor]:
+        """Lists and masks of a kernel whose programs own queries; `of_keys` is padding as it reads it."""
+        lists, layout = self.lists, self.layout
+        of_keys = self.unused if of_keys is None else of_keys
+        of_lists = [lists.indices, lists.rule_ids, lists.work, layout.rules, layout.documents, lists.branches]
+        return [*of_lists, of_keys, *self.masks]
+
+    def _documents_by_key(self) -> tuple[Tensor, int]:
+        """What a kernel that owns keys reads of documents, and DOCUMENTS of it: where each key is seen by neighbouring
+        queries, these, so that no pair is looked at."""
+        flags, layout = self.flags, self.layout
+        one_rule = flags["ONE_INTERVAL"] and not (flags["HAS_RULE_IDS"] or flags["DOCUMENT_IDS"])
+        if not (one_rule and flags["DOCUMENTS"] and layout.seen_by.numel()):
+            return layout.documents, flags["DOCUMENTS"]
+        return layout.seen_by, BY_KEY.value
+
+    def _by_key(self, documents: Tensor) -> list[Tensor]:
+        """The same, with offsets and splits, where they own keys."""
+        layout = self.layout
+        of_lists = [*layout.by_key.tensors(), layout.key_work, layout.rules, documents, layout.branches]
+        return [*of_lists, self.unused if self.key_bits is None else self.key_bits, *self.masks]
 
     def _query_tiles(self, config: Config, *, alone: bool = False) -> tuple[int, dict[str, int], Config]:
         """Tiles of a head in a kernel whose programs own queries, and what each owns: small blocks take heads together,
@@ -383,44 +517,80 @@ def kernels_of(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, options: Ca
     """Which kernels a call and its gradient run on, and why. Asks what a launch asks, and launches nothing."""
     _, hopper, _ = _device(q.device, padded_dim(max(q.shape[3], v.shape[3])), q.dtype.itemsize)
 
-    def plain_reason(own_block: int, block: int) -> str | None:
+    def plain_reason(tiles: Iterable[int], own_block: int, block: int, gathers: bool = False) -> str | None:
         if options.bias is not None and not options.bias.is_alibi:
             return "the others add no bias but a slope for each head"
-        return _plain_reason(hopper, q.shape[3], layout, own_block, block, (q, k, v))
+        return _plain_reason(hopper, tiles, layout, own_block, block, (q, k, v), gathers)
 
-    reasons = {"forward": plain_reason(layout.block_q, layout.block_k)}
-    reasons["backward, dk and dv"] = plain_reason(layout.block_k, layout.block_q)
-    reasons["backward, dq"] = reasons["forward"]
+    own, block = layout.blocks
+    reasons = {"forward": plain_reason(forward_tiles(own), own, block, gathers=True)}
+    reasons["backward, dk and dv"] = plain_reason(HOPPER_BACKWARD, block, own)
+    reasons["backward, dq"] = plain_reason(HOPPER_BACKWARD, own, block)
     if options.learned():
-        reasons["backward, dq"] = reasons["forward"] or "it sums the gradient of the bias"
+        reasons["backward, dq"] = reasons["backward, dq"] or "it sums the gradient of the bias"
+    no_runs = ""
+    if layout.dilated and hopper:
+        no_runs = _no_runs(hopper, q, k, v, layout, options)
+        if not no_runs:
+            return dict.fromkeys(reasons, "warp-specialised, for Hopper, over runs of rows")
+        no_runs = f"; {no_runs}"
+    kinds = dict.fromkeys(reasons, "warp-specialised, for Hopper")
+    if reasons["forward"] and not plain_reason(forward_tiles(LARGE_BLOCK), LARGE_BLOCK, block, gathers=True):
+        reasons["forward"] = united.reason_not_to(layout, q.shape[0] * q.shape[2], q.shape[3])
+        kinds["forward"] += ", over united rows of blocks, or plain Triton where these have little in common"
     if options.dropout_p > 0 and q.shape[3] <= SMALL_HEAD:
         reasons["forward"] = reasons["forward"] or "it is faster for dropout with small heads"
-    return {
-        part: f"plain Triton: {reason}" if reason else "warp-specialised, for Hopper"
-        for part, reason in reasons.items()
-    }
+    named = {part: (f"plain Triton: {why}" if why else kinds[part]) + no_runs for part, why in reasons.items()}
+    fuses = max(q.shape[3], v.shape[3]) <= max(HOPPER_FUSED)
+    if fuses and reasons["backward, dk and dv"] is None and not options.learned():
+        if options.deterministic:
+            named["backward, dk and dv"] += ": dq apart, for the same bits each time (deterministic=True)"
+        else:
+            del named["backward, dk and dv"], named["backward, dq"]
+            fused = "one kernel, which adds up dq in any order (deterministic=False)"
+            named["backward"] = f"warp-specialised, for Hopper: {fused}{no_runs}"
+    return named
+
+
+def _no_runs(hopper: bool, q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, options: CallOptions) -> str:
+    """Why not the kernels that walk runs of dilated attention."""
+    if not layout.dilated or not hopper:
+        return "runs are for dilated attention on a GPU of compute capability 9.0, in 16 bits"
+    own, block = layout.blocks
+    plain = _plain_reason(hopper, forward_tiles(own), layout, own, block, (q, k, v), True)
+    return runs.why_not((q, k, v), layout, options, plain is None)
 
 
 def _plain_reason(
-    hopper: bool, head_dim: int, layout: BlockLayout, own_block: int, block: int, tensors: Sequence[Tensor]
-) -> str | None:
-    """Why a plain kernel runs instead of a warp-specialised one that owns blocks of one size and walks the other."""
+    hopper: bool, tiles: Iterable[int], layout: BlockLayout, own_block: int, block: int, tensors: Sequence[Tensor],
+    gathers: bool,
+) -> str | None:  # fmt: skip
+    """Why a plain kernel runs instead of a warp-specialised one that owns blocks of one size and walks the other, which
+    it `gathers` where they are smaller than a tile.
+
+    Args:
+        tiles: the widths of boxes that it has tiles for.
+    """
     if not hopper:
         return "the others are for 16-bit tensors on a GPU of compute capability 9.0"
-    if head_dim not in HOPPER_FORWARD:
-        return f"the others are for heads of {' or '.join(map(str, HOPPER_FORWARD))}"
-    if any(x.shape[3] != head_dim for x in tensors):
-        return "the others are for v as wide as q and k"
+    if max(x.shape[3] for x in tensors) > max(tiles):
+        return f"the others are for heads of at most {max(tiles)}"
+    if any(x.shape[3] % 8 for x in tensors):
+        return "the copy engine takes heads whose width is a multiple of 8"
     if num_ranges(layout) > 1:
         return "the others know one range of keys a query, such as documents"
-    if len(layout.bitmaps):
-        return "the others read no bitmaps"
-    if own_block % 128 or block % 64:
-        return "the others own blocks of 128 and walk blocks of 64"
+    if len(layout.bitmaps) and (not gathers or block % 64 or layout.rules.shape[1] > 1):
+        return "the others read no bitmaps" + ", but those of key blocks of 64 that alone are a rule" * gathers
+    if own_block % (64 if gathers else 128):
+        return f"the others own blocks of {64 if gathers else 128}"
+    if block % 64 and not gathers:
+        return "the others walk blocks of 64"
+    if block % 64 and layout.dilated:
+        return "the others walk blocks of 64 where a key may count several times"
     # The copy engine reaches the tokens of a residue class where all classes are equally long.
     if layout.seq_q % layout.num_residues or layout.seq_k % layout.num_residues:
         return "the dilation rates do not divide the sequence"
-    if not all(map(_tma_compatible, tensors)):
+    if not all(map(hopper_common.tma_compatible, tensors)):
         return "the copy engine cannot read these strides or addresses"
     return None
 
@@ -437,12 +607,15 @@ def results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return out, torch.empty(batch, heads, seq_q, dtype=torch.float32, device=q.device)
 
 
-def _gradients(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout) -> tuple[Grads, Rows]:
+def _gradients(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, *, fused: bool) -> tuple[Grads, Rows]:
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     padded_q = layout.num_q_blocks * layout.block_q
     of_rows = torch.empty(2, q.shape[0], q.shape[2], padded_q, dtype=torch.float32, device=q.device)
     lse, delta = of_rows.unbind()
-    return (dq, dk, dv), (of_rows, lse, delta)
+    if not fused:
+        return (dq, dk, dv), (of_rows, lse, delta)
+    sums = torch.empty(*of_rows.shape[1:], sums_width(q.shape[3]), dtype=torch.float32, device=q.device)
+    return (dq, dk, dv), (of_rows, lse, delta, sums)
 
 
 def precision_of(dtype: torch.dtype) -> str:
@@ -463,7 +636,7 @@ def _tma_descriptor(x: Tensor, tile: int) -> TensorDescriptor:
 
 
 def _tma_compatible(x: Tensor) -> bool:
-    """The copy engine takes heads side by side, and steps and addresses of 16 bytes."""
+    """As the plain kernels describe tensors: heads side by side, and steps and addresses of 16 bytes."""
     whole, (of_sample, of_token, of_head, _) = 16 // x.dtype.itemsize, x.stride()
     steps = of_sample > 0 and of_token > 0 and of_sample % whole == 0 and of_token % whole == 0
     return steps and (x.shape[2] == 1 or of_head == x.shape[3]) and x.data_ptr() % 16 == 0

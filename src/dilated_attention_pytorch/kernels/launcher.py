@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ import torch
 import triton
 from torch import Tensor
 
-from ..caches import register_container
+from ..caches import cached, register_container
 
 try:
     from triton.backends.nvidia import driver
@@ -93,8 +94,27 @@ class Launched(NamedTuple):
 # Where kernels are compiled ahead: whether a launch is to be left out (`kernels.ahead`).
 keep_back: Callable[[Any, Sequence[Any], tuple[Any, ...], dict[str, Any]], bool] | None = None
 
-_bound: dict[tuple[Any, ...], Bound] = {}
-register_container(_bound, "kernels.launcher._bound", "compiled kernels, ready to be launched", bound=MOST)
+
+def _run(compiled: Any, grid: tuple[int, ...], *arguments: Any) -> None:
+    compiled[grid](*arguments)
+
+
+class Compiled(NamedTuple):
+    """What Triton compiled for launches that share all it looks at, with the constants among their arguments."""
+
+    compiled: Any
+    constants: tuple[Any, ...]
+    direct: Direct | None
+
+    def bound(self, grid: tuple[int, ...], numbers: tuple[Any, ...]) -> Bound:
+        direct = self.direct
+        if direct is not None:
+            direct = Direct(direct.run, (*grid, *direct.head[3:]), direct.metas)
+        return Bound(partial(_run, self.compiled, grid), (*numbers, *self.constants), direct)
+
+
+_compiled: dict[tuple[Any, ...], Compiled] = {}
+register_container(_compiled, "kernels.launcher._compiled", "compiled kernels, ready to be launched", bound=MOST)
 
 
 def launch(
@@ -103,8 +123,7 @@ def launch(
     """`kernel[grid](*data, *numbers, **constants)`, with a fraction of the work on the host from the second time on.
 
     A kernel's parameters come in this order. Triton compiles by the type of a pointer and its alignment, by the kind of
-    copy that a descriptor describes, and by the numbers: launches that share these share what it compiled. (A number of
-    one place has one type: 1 and 1.0 are the same here, and not to Triton.)
+    copy that a descriptor describes, and by the kinds of the numbers: launches that share these share what it compiled.
 
     Args:
         data: tensors and tensor descriptors, last a tensor, which says on which device.
@@ -116,9 +135,12 @@ def launch(
     if device.type == "cuda" and device.index != torch.cuda.current_device():  # Triton launches on the current one
         with torch.cuda.device(device):
             return launch(kernel, grid, data, numbers, **constants)
-    key = kernel, device, grid, numbers, tuple(constants.values()), tuple(map(_kind, data))
-    found = _bound.get(key)
-    if found is not None:
+    whole_grid = (*grid, 1, 1)[:3]
+    kinds = tuple(map(_kind, data)), _kinds_of_numbers(kernel, len(data), numbers)
+    key = kernel, device, tuple(constants.values()), kinds
+    known = _compiled.get(key)
+    if known is not None:
+        found = known.bound(whole_grid, numbers)
         found(data)
         return Launched(found, data)
     if keep_back is not None and keep_back(kernel, data, numbers, constants):
@@ -126,12 +148,35 @@ def launch(
     compiled = kernel[grid](*data, *numbers, **constants)
     if compiled is None:  # Triton's interpreter
         return None
-    if len(_bound) >= MOST:
-        _bound.clear()
-    rest = *numbers, *(constants[name] for name in kernel.arg_names[len(data) + len(numbers) :])
-    whole_grid = (*grid, 1, 1)[:3]
-    _bound[key] = found = Bound(compiled[whole_grid], rest, Direct.of(compiled, whole_grid))
-    return Launched(found, data)
+    if len(_compiled) >= MOST:
+        _compiled.clear()
+    rest = tuple(constants[name] for name in kernel.arg_names[len(data) + len(numbers) :])
+    _compiled[key] = known = Compiled(compiled, rest, Direct.of(compiled, whole_grid))
+    return Launched(known.bound(whole_grid, numbers), data)
+
+
+def _kinds_of_numbers(kernel: Any, start: int, numbers: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What Triton compiles by: the type of each, and where a kernel does not say otherwise whether it is 1 or a
+    multiple of 16. So another length compiles nothing, and is no new entry."""
+    looked_at = _looked_at(kernel, start, len(numbers))
+    if looked_at is None:  # interpreted: nothing is compiled
+        return numbers
+    wide = () if not numbers or (max(numbers) < 2**31 and min(numbers) >= -(2**31)) else tuple(map(_is_wide, numbers))
+    closer = tuple([(x == 1, x % 16 == 0) for x in [numbers[i] for i in looked_at] if type(x) is int])
+    return tuple(map(type, numbers)), wide, closer
+
+
+def _is_wide(x: Any) -> bool:
+    return type(x) is int and not -(2**31) <= x < 2**31
+
+
+@cached(256, "numbers of kernels that Triton looks closer at")
+def _looked_at(kernel: Any, start: int, num: int) -> tuple[int, ...] | None:
+    """Their places among the numbers, which begin behind `start` parameters."""
+    parameters = getattr(kernel, "params", None)
+    if parameters is None:
+        return None
+    return tuple(i for i, parameter in enumerate(parameters[start : start + num]) if not parameter.do_not_specialize)
 
 
 def _kind(x: Any) -> tuple[Any, ...]:
@@ -163,7 +208,7 @@ class Address(NamedTuple):
 def described_again(kind: Any, fields: dict[str, Any], x: Any) -> Any:
     """A descriptor of x with the fields of one that Triton has checked, which was of a tensor like it."""
     described = kind.__new__(kind)
-    vars(described).update(fields, base=x)
+    described.__dict__.update(fields, base=x)
     return described
 
 
@@ -204,10 +249,11 @@ class Replay:
         self,
         launches: list[tuple[Bound, list[Any], list[Slot]]],
         direct: list[tuple[Direct, list[Any], list[Slot]]] | None,
+        num_tensors: int,
     ) -> None:
         """For each launch the kernel, its data without the tensors of the call, and where these belong; and the same
         with the arguments of a direct launch, if all of them can be that."""
-        self._launches, self._direct = launches, direct
+        self._launches, self._direct, self.num_tensors = launches, direct, num_tensors
 
     @classmethod
     def of(
@@ -237,7 +283,7 @@ class Replay:
             if bound.direct is not None:
                 arguments = bound.direct.arguments(data, bound.rest)
                 direct.append((bound.direct, _without(arguments, [slot.argument for slot in slots]), slots))
-        return cls(plain, direct if len(direct) == len(plain) else None)
+        return cls(plain, direct if len(direct) == len(plain) else None, len(tensors))
 
     def __call__(self, tensors: Sequence[Tensor]) -> None:
         device = tensors[0].device

@@ -72,12 +72,13 @@ def _order(total_tiles: int, tiles_per_head: int, processors: int) -> int:
         return ROUND_ROBIN
     if tiles_per_head >= 16 * processors:
         return SNAKE
-    tile = torch.arange(min(total_tiles, 1 << 16), device=HOST)  # more would not change the answer
-    turn, program, length = tile // processors, tile % processors, tiles_per_head - tile % tiles_per_head
-    snake = torch.where(turn % 2 == 1, processors - 1 - program, program)
-    for order, owner in ((SNAKE, snake), (ROUND_ROBIN, program)):
-        busy = torch.zeros(processors, dtype=torch.int64, device=HOST).index_add_(0, owner, length)
-        if float(busy.max()) <= 1.1 * float(busy.sum()) / processors:
+    looked_at = min(total_tiles, 1 << 16)  # more would not change the answer
+    tile = torch.arange(-(-looked_at // processors) * processors, dtype=torch.int32, device=HOST)
+    length = (tiles_per_head - tile % tiles_per_head).view(-1, processors)  # of the tiles of each turn
+    length.view(-1)[looked_at:] = 0
+    forwards, backwards = length[::2].sum(0), length[1::2].sum(0)
+    for order, busy in ((SNAKE, forwards + backwards.flip(0)), (ROUND_ROBIN, forwards + backwards)):
+        if int(busy.max()) <= 1.1 * int(busy.sum()) / processors:
             return order
     return PAIRED
 

@@ -26,6 +26,7 @@ from ..patterns.blocks import ceil_div
 from ..patterns.branches import Branches
 from ..patterns.tokens import EVERYTHING, Interval
 from .bitmaps import NO_BITMAPS
+from .branch_runs import WholeBranches
 from .checks import MAX_SEQUENCE, check_sizes
 from .layout import BlockLayout
 from .lists import BlockList
@@ -87,7 +88,10 @@ def layout_of_branches(
         bitmaps=NO_BITMAPS.to(device),
         checked=True,
     )
-    return layout if queries is None else _moved(layout, asked.start + len(asked) - seq_q, 0)
+    if queries is not None:
+        return _moved(layout, asked.start + len(asked) - seq_q, 0)
+    layout._derived["whole"] = WholeBranches(tuple(heads), is_causal)
+    return layout
 
 
 def kind_of_branches(branches: Branches, seq_q: int, seq_k: int, is_causal: bool) -> str | None:

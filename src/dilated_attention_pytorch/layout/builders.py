@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..patterns import Pattern, PerHead
+from ..patterns import Pattern
 from ..patterns.base import check_int
 from ..patterns.blocks import ceil_div
 from ..patterns.tokens import EVERYTHING, Interval
 from . import build
 from .bitmaps import NO_BITMAPS, UniqueBitmaps
 from .checks import block_pair, check_device, check_mask, check_rows, check_sizes
+from .closed_form import can_build, lists_of, most_blocks, ranges_of_queries, tables_of
 from .lists import HOST, BlockList, send
 from .pairs import find_pairs
 from .ranges import bounds_of
 from .rules import NO_BRANCHES, NO_DOCUMENTS, NOTHING, num_tokens
 from .slicing import renumbered, tokens_of
-from .terms import MAX_INTERVALS, Term, check_grids, kind_of, numbered, ranges_of, rule_table, terms_of
+from .terms import MAX_INTERVALS, Written, check_grids, rule_table, written
 
 if TYPE_CHECKING:
     from .layout import BlockLayout
@@ -38,8 +38,8 @@ def from_pattern(
 ) -> BlockLayout:
     """See `BlockLayout.from_pattern`."""
     lengths, blocks = check_pattern(pattern, (seq_q, seq_q if seq_k is None else seq_k), block_size)
-    seq_k = lengths[1]
-    heads = pattern.patterns if isinstance(pattern, PerHead) else (pattern,)
+    terms, seq_k = written(pattern), lengths[1]
+    heads, ranges = terms.heads, terms.ranges
     if num_heads is not None:
         check_int("num_heads", num_heads, least=1)
     if num_heads is not None and len(heads) not in (1, num_heads):
@@ -47,19 +47,15 @@ def from_pattern(
     device = check_device("cpu" if device is None else device)
     if query_blocks is not None:
         check_rows("query_blocks", query_blocks, ceil_div(seq_q, blocks[0]), device)
-    different = tuple(dict.fromkeys(heads))
-    terms_of_head = {head: terms_of(head) for head in different}
-    plain = [head for head, terms in terms_of_head.items() if not any(term.grids for term in terms)]
-    of_heads, ranges = numbered(terms_of_head[head] for head in plain)
-    terms_of_head.update(zip(plain, of_heads, strict=True))
     documents = torch.empty_like(NO_DOCUMENTS, device=device)
-    if ranges:
-        position = torch.arange(seq_k - seq_q, seq_k, dtype=torch.int32, device=device)
-        if query_blocks is not None:
-            position = tokens_of(query_blocks, blocks[0], seq_q).int() + (seq_k - seq_q)
-        bounds = [bounds_of(each, position) for each in ranges]
-        documents = bounds[0] if len(bounds) == 1 else torch.cat(bounds)
-    found = _find_lists(heads, terms_of_head, lengths, blocks, device, query_blocks)
+    if ranges and query_blocks is None:
+        documents = ranges_of_queries(ranges, lengths, device)
+    elif ranges and query_blocks is not None:
+        position = tokens_of(query_blocks, blocks[0], seq_q).int() + (seq_k - seq_q)
+        documents = torch.cat([bounds_of(each, position) for each in ranges])
+    if query_blocks is None and terms.closed and can_build(device):
+        return closed_layout(cls, terms, documents, lengths, blocks)
+    found = _find_lists(terms, lengths, blocks, device, query_blocks)
     layout = cls(
         seq_q=seq_q if query_blocks is None else num_tokens(query_blocks, blocks[0], seq_q),
         seq_k=seq_k,
@@ -69,10 +65,11 @@ def from_pattern(
         num_heads=len(heads) if len(heads) > 1 else None,
         rules=send((found.rules,), device)[0],
         documents=documents,
+        ranges_ascend=True,  # as those of patterns do
         branches=torch.empty_like(NO_BRANCHES, device=device),
         bitmaps=found.bitmaps,
         evaluated=found.evaluated,
-        kind=kind_of(pattern, (seq_q, seq_k)) if query_blocks is None else None,
+        kind=terms.kind(lengths) if query_blocks is None else None,
         checked=True,
     )
     return layout if query_blocks is None else renumbered(layout, query_blocks, seq_q, None, seq_k)
@@ -90,10 +87,12 @@ def check_pattern(
             raise ValueError(
                 f"block_size must divide the block size {size} that the pattern is written in, got {block_size}"
             )
-    for total in sorted({each.total for each in ranges_of(pattern) if each.total is not None}):
+    terms = written(pattern)
+    for total in terms.totals:
         if total != lengths[1]:
             raise ValueError(f"the lengths of Documents and KeyRanges must add up to seq_k = {lengths[1]}, got {total}")
-    check_grids(pattern, lengths[1])
+    if terms.has_grids:
+        check_grids(pattern, lengths[1])
     return lengths, blocks
 
 
@@ -106,9 +105,35 @@ class _Lists(NamedTuple):
     evaluated: int
 
 
+def closed_layout(
+    cls: type[BlockLayout], terms: Written, documents: Tensor, lengths: tuple[int, int], blocks: tuple[int, int]
+) -> BlockLayout:
+    """In closed form, of terms whose ranges are `documents`."""
+    intervals = tuple(tuple(term.interval for term in each) for each in terms.terms)
+    tables, most = tables_of(intervals, terms.of_head, documents.device), most_blocks(terms.terms, lengths, blocks)
+    capacity = sum(most[i] for i in terms.of_head)
+    by_query, work, form = lists_of(tables, documents, lengths, blocks, capacity)
+    layout = cls(
+        seq_q=lengths[0],
+        seq_k=lengths[1],
+        block_q=blocks[0],
+        block_k=blocks[1],
+        by_query=by_query,
+        num_heads=len(terms.heads) if len(terms.heads) > 1 else None,
+        rules=tables.rules,
+        documents=documents,
+        ranges_ascend=True,
+        branches=torch.empty_like(NO_BRANCHES, device=documents.device),
+        bitmaps=torch.empty_like(NO_BITMAPS, device=documents.device),
+        kind=terms.kind(lengths),
+        checked=True,
+    )
+    layout._derived.update(query_work=work, closed_form=form)
+    return layout
+
+
 def _find_lists(
-    heads: Sequence[Pattern],
-    terms_of_head: Mapping[Pattern, list[Term]],
+    of: Written,
     lengths: tuple[int, int],
     blocks: tuple[int, int],
     device: torch.device,
@@ -116,7 +141,8 @@ def _find_lists(
 ) -> _Lists:
     table: list[list[Interval]] = []
     lists: dict[Pattern, BlockList] = {}
-    single = len(set(heads)) == 1
+    heads, terms_of_head = of.heads, dict(zip(of.different, of.terms, strict=True))
+    single = len(terms_of_head) == 1
     grids = [head for head, terms in terms_of_head.items() if any(term.grids for term in terms)]
     for head, terms in terms_of_head.items():
         if head in grids:

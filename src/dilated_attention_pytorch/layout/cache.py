@@ -37,7 +37,7 @@ from .layout import BlockLayout
 CAPACITY = 100
 
 FORMAT = "dilated-attention-layout"
-VERSION = 2  # of the files, and of what a pattern means: another layout for the same pattern needs another number
+VERSION = 3  # of the files, and of what a pattern means: another layout for the same pattern needs another number
 LARGEST_HEADER = 1 << 20
 
 

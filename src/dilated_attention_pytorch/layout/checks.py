@@ -106,6 +106,8 @@ def check_layout(layout: BlockLayout) -> None:
     if documents.numel() and (rules[..., 4].long() * 2 > len(documents)).any():
         most = int(rules[..., 4].max())
         raise ValueError(f"rules must name ranges of documents, of which there are {len(documents) // 2}, got {most}")
+    if layout.ranges_ascend and (documents.diff(dim=1) < 0).any():
+        raise ValueError("ranges_ascend must be False where a start or stop in documents is below the one before it")
     _check_bitmaps(layout)
     if lists.rule_ids.ndim != 1:
         raise ValueError(f"rule_ids must have one dimension, got shape {list(lists.rule_ids.shape)}")
@@ -124,10 +126,11 @@ def check_layout(layout: BlockLayout) -> None:
             f"indices must be key blocks from 0 to {layout.num_k_blocks - 1}, got "
             f"{int(key_block.min())} to {int(key_block.max())}"
         )
-    wrong = lists.rule_ids[(lists.rule_ids < 0) | (lists.rule_ids >= len(rules))]
+    used = len(key_block)
+    named = lists.rule_ids[:used]
+    wrong = named[(named < 0) | (named >= len(rules))]
     if len(wrong):
         raise ValueError(f"rule_ids must be rules from 0 to {len(rules) - 1}, got {int(wrong[0])}")
-    used = len(key_block)
     row = lists.row_of_entry()[:used]
     partial = lists.is_partial(lists.row_of_entry())[:used]
     same_run = (row[1:] == row[:-1]) & (partial[1:] == partial[:-1])

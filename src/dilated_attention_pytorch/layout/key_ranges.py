@@ -52,6 +52,10 @@ def from_key_ranges(
     row, column, full = _listed(rows, block_k, seq_k, capacity)
     if capacity is None:
         row, column, full = _looked_at(rows, row, column, full, block_k)
+        # Asked where the device is waited for anyway.
+        ascend = not torch.compiler.is_compiling() and bool((torch.stack((starts, stops)).diff(dim=-1) >= 0).all())
+    else:
+        ascend = False
     num_q = len(rows.real)
     rule = (row // num_q).clamp(max=samples - 1) if samples > 1 else None
     number = torch.arange(1, samples * num_ranges + 1, dtype=torch.int32, device=starts.device)
@@ -66,6 +70,7 @@ def from_key_ranges(
         batch_size=samples if samples > 1 else None,
         rules=rules,
         documents=torch.stack((starts, stops), dim=2).view(-1, seq_q),
+        ranges_ascend=ascend,
         branches=NO_BRANCHES.to(starts.device),
         bitmaps=NO_BITMAPS.to(starts.device),
         checked=True,

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from ..patterns import Pattern
 from ..patterns.blocks import ceil_div
-from . import builders, cost, derived, flattening, key_ranges, slicing, tiles, tree
-from .bitmaps import NO_BITMAPS, bits_of
+from . import builders, cost, derived, flattening, key_ranges, packed, slicing, tiles, tree
+from .bitmaps import NO_BITMAPS
 from .checks import check_layout
 from .eager import is_plain, plainly
 from .lists import BlockList
-from .rules import NO_BRANCHES, NO_DOCUMENTS, key_bounds
+from .rules import NO_BRANCHES, NO_DOCUMENTS
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -43,6 +43,7 @@ class BlockLayout:
         num_heads, batch_size: how many lists there are.
         rules: int32 [num_rules, intervals, 5], see `layout.rules`.
         documents: int32 [2 · ranges, seq_q], see `layout.rules`; empty without ranges of keys, such as documents.
+        ranges_ascend: whether neither starts nor stops of these ever move back from one query to the next.
         kind: "full" or "causal" where the layout is that whole pattern for its lengths, else None.
         num_residues: blocks take every `num_residues`-th token: first those of the tokens ≡ 0 modulo it, then ≡ 1, and
             so on.
@@ -62,6 +63,7 @@ class BlockLayout:
     batch_size: int | None = None
     rules: Tensor
     documents: Tensor = NO_DOCUMENTS
+    ranges_ascend: bool = False
     kind: str | None = None
     num_residues: int = 1
     branches: Tensor = NO_BRANCHES
@@ -140,6 +142,28 @@ class BlockLayout:
                 well, and too small a capacity is an error (on a GPU an assertion of the device).
         """
         return key_ranges.from_key_ranges(cls, starts, stops, seq_k, block_size, capacity)
+
+    @classmethod
+    def from_documents(
+        cls,
+        pattern: Pattern | None = None,
+        seq: int | None = None,
+        *,
+        cu_seqlens: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        block_size: int | tuple[int, int],
+    ) -> BlockLayout:
+        """Packed documents that are data: `pattern & Documents(lengths)`, with the lengths in a tensor on a GPU.
+
+        There, for token rules, nothing waits: lists have room for what the pattern alone would need (from 2²⁴ blocks on
+        they are counted, which waits), and wrong data are an assertion of the device. Else lengths are read first.
+
+        Args:
+            pattern: what holds inside of documents, by default nothing; seq: tokens, by default as many as ids.
+            cu_seqlens: int32 or int64 [documents + 1]: 0, the end of the first document, of the second, …, seq.
+            document_ids: or int32 or int64 [seq]: the document of each token, every number in one run of tokens.
+        """
+        return packed.from_documents(cls, pattern, seq, cu_seqlens, document_ids, block_size)
 
     @classmethod
     def from_mask(cls, mask: Tensor, block_size: int | tuple[int, int]) -> BlockLayout:
@@ -228,15 +252,22 @@ class BlockLayout:
 
     @property
     def key_work(self) -> Tensor:
-        """The same of the lists by key."""
-        return self._derive("key_work", lambda: self.by_key.work(self.num_lists, self.num_residues))
+        """The same of the lists by key, which may come with it."""
+        lists = self.by_key
+        return self._derive("key_work", lambda: lists.work(self.num_lists, self.num_residues))
+
+    @property
+    def seen_by(self) -> Tensor:
+        """int32 [2, seq_k], of one range that ascends, else empty: how many starts, and stops, of queries are up to a
+        key. The queries between these numbers see it."""
+        return self._derive("seen_by", lambda: derived.seen_by(self))
 
     def order(self, *, by_key: bool) -> None:
-        """Build `query_work`, and with `by_key` also `by_key` and `key_work`, unless they exist."""
+        """Build `query_work`, and with `by_key` also `by_key`, `key_work` and `seen_by`, unless they exist."""
         if "query_work" not in self._derived:
             _ = self.query_work
-        if by_key and "key_work" not in self._derived:
-            _ = self.key_work
+        if by_key and "seen_by" not in self._derived:
+            _ = self.key_work, self.seen_by
 
     def remember_call(self, key: object, value: object) -> None:
         if len(self.call_cache) >= MOST_CALLS and key not in self.call_cache:
@@ -247,7 +278,7 @@ class BlockLayout:
         """All tensors that it holds, including derived ones."""
         found = self.flatten()[0]
         for made in list(self._derived.values()):  # another thread may add to it
-            found += made.tensors() if isinstance(made, BlockList | BlockLayout) else [made]
+            found += [made] if isinstance(made, Tensor) else made.tensors()
         return found
 
     def _derive(self, name: str, make: Callable[[], T]) -> T:
@@ -310,25 +341,11 @@ class BlockLayout:
 
     def token_mask(self, query_block: Tensor, key_block: Tensor, rule_id: Tensor) -> Tensor:
         """bool [entries, block_q, block_k]: the pairs of tokens that a rule allows in each of the given blocks."""
-        query, key = self.queries_of(query_block), self.keys_of(key_block)
-        allowed = torch.zeros((), dtype=torch.bool, device=self.device)
-        for interval in self.rules[rule_id].unbind(1):
-            first, last = key_bounds(interval[:, None], query, self.seq_q, self.seq_k, self.documents)
-            inside = (key[:, None] >= first[:, :, None]) & (key[:, None] <= last[:, :, None])
-            allowed = allowed | (inside & bits_of(self.bitmaps, interval[:, 4]) if len(self.bitmaps) else inside)
-        return allowed
+        return derived.token_mask(self, query_block, key_block, rule_id)
 
     def pair_multiplicity(self, which: Tensor, query_block: Tensor, key_block: Tensor) -> Tensor:
         """int32 [entries, block_q, block_k]: how many branches of list `which` hold a pair, whatever the rules say."""
-        position, key = self.queries_of(query_block) + (self.seq_k - self.seq_q), self.keys_of(key_block)
-        held = torch.zeros((), dtype=torch.int32, device=self.device)
-        for segment, dilation, offset, query_by, key_by in (b.T[..., None] for b in self.branches[which].unbind(1)):
-            query_at, key_at = position + query_by, key + key_by
-            kept_query = (query_at >= 0) & (query_at % segment % dilation == offset)
-            of_query = torch.where(kept_query, query_at // segment, -1)
-            of_key = torch.where(key_at % segment % dilation == offset, key_at // segment, -2)
-            held = held + (of_query[:, :, None] == of_key[:, None])
-        return held
+        return derived.pair_multiplicity(self, which, query_block, key_block)
 
     def entries(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """List number, query block, key block and rule of every active block; rule −1 is a full block."""
@@ -350,26 +367,14 @@ class BlockLayout:
 
         For dilated attention how often it counts, int32.
         """
-        which, query_block, key_block, rule = (x[chosen] for x in self.entries())
-        full = (rule < 0)[:, None, None]
-        if not self.dilated:
-            return self.token_mask(query_block, key_block, rule.clamp(min=0)) | full
-        times = self.by_query.rule_ids[: self.num_active_blocks][chosen][:, None, None]
-        times = torch.where(times > 0, times, self.pair_multiplicity(which, query_block, key_block))
-        return torch.where(full | self.token_mask(query_block, key_block, torch.zeros_like(rule)), times, 0)
+        return derived.cells(self, chosen)
 
     def to_dense(self) -> Tensor:
         """bool mask of allowed pairs of tokens, [seq_q, seq_k] behind the dimensions of `to_block_mask`.
 
         For dilated attention how often each pair counts, int32.
         """
-        which, query_block, key_block, _ = self.entries()
-        cells = self.cells()
-        query, key = self.queries_of(query_block), self.keys_of(key_block)
-        size = self.num_residues * max(self.num_q_blocks * self.block_q, self.num_k_blocks * self.block_k)
-        dense = torch.zeros(self.num_lists, size, size, dtype=cells.dtype, device=self.device)
-        dense[which[:, None, None], query[:, :, None], key[:, None]] = cells
-        return dense[:, : self.seq_q, : self.seq_k].reshape(*self._list_shape, self.seq_q, self.seq_k)
+        return derived.dense(self).reshape(*self._list_shape, *self.lengths)
 
     @property
     def _list_shape(self) -> tuple[int, ...]:
@@ -403,7 +408,7 @@ class BlockLayout:
 
         Args:
             work_order: with the order of work, `query_work`;
-            by_key: and with `by_key` and `key_work` too.
+            by_key: and with `by_key`, `key_work` and `seen_by` too.
         """
         return flattening.flatten(self, work_order, by_key)
 
@@ -417,12 +422,13 @@ class BlockLayout:
         return flattening.unflatten_all(cls, tensors, sizes)
 
     def to(self, device: torch.device | str) -> BlockLayout:
-        device = torch.device(device)
-        if device == self.device:
+        if (device := torch.device(device)) == self.device:
             return self
         by_query = BlockList(*(t.to(device) for t in self.by_query.tensors()))
         moved = {name: getattr(self, name).to(device) for name in ("rules", "documents", "branches", "bitmaps")}
-        return replace(self, by_query=by_query, **moved, checked=True)
+        made = replace(self, by_query=by_query, **moved, checked=True)
+        made._derived.update((name, each) for name, each in self._derived.items() if name == "whole")
+        return made
 
     def __getstate__(self) -> dict[str, object]:
         """Without what can be built again."""
@@ -431,20 +437,16 @@ class BlockLayout:
     def __setstate__(self, state: dict[str, object]) -> None:
         older = {"classes": "num_residues", "uneven": "has_mixed_blocks"}  # names in files of older versions
         given = {older.get(name, name): value for name, value in state.items() if name not in ("_made", "notes")}
-        new = {"bitmaps": NO_BITMAPS.to(given["branches"].device), "evaluated": 0}  # type: ignore[attr-defined]
+        new = {"bitmaps": NO_BITMAPS.to(given["branches"].device), "evaluated": 0, "ranges_ascend": False}  # type: ignore[attr-defined]
         self.__dict__.update({"call_cache": {}, **new, **given, "_derived": {}})
 
-    def _kept_text(self) -> str:
-        """Where there are data to count."""
-        counted = is_plain(self.by_query.offsets) and not self.by_query.offsets.is_meta
-        return f"{self.block_density:.1%} of the blocks, " if counted else ""
-
     def __repr__(self) -> str:
+        known = is_plain(self.by_query.offsets) and not self.by_query.offsets.is_meta
+        kept = f"{self.block_density:.1%} of the blocks, " if known else ""
         lists = f", lists={list(self._list_shape)}" if self._list_shape else ""
         kind = f", kind={self.kind!r}" if self.kind else ""
         dilated = f", branches={self.branches.shape[1]}, num_residues={self.num_residues}" if self.dilated else ""
         return (
             f"BlockLayout(seq_q={self.seq_q}, seq_k={self.seq_k}, block={self.block_q}x{self.block_k}{lists}{kind}"
-            f"{dilated}{tiles.cost_text(self)}, {self._kept_text()}"
-            f"device={str(self.device)!r})"
+            f"{dilated}{tiles.cost_text(self)}, {kept}device={str(self.device)!r})"
         )

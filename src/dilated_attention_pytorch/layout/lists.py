@@ -144,8 +144,15 @@ def _row_of_entry(offsets: Tensor, capacity: int) -> Tensor:
 
 
 def _work(offsets: Tensor, splits: Tensor, num_lists: int, num_residues: int) -> Tensor:
-    rows = torch.stack((offsets[:-1], splits, offsets[1:]), dim=1).view(num_lists, -1, 3)
-    length = rows[..., 2] - rows[..., 0]
+    number = torch.arange(len(splits) // num_lists, dtype=torch.int32, device=offsets.device).repeat(num_lists)
+    rows = torch.stack((number, offsets[:-1], splits, offsets[1:]), dim=1).view(num_lists, -1, 4)
+    return in_order_of_work(rows, num_residues)
+
+
+def in_order_of_work(rows: Tensor, num_residues: int) -> Tensor:
+    """`BlockList.work` of rows [lists, rows, 4], which are such already but for their order."""
+    num_lists = rows.shape[0]
+    length = rows[..., 3] - rows[..., 1]
     order = length.argsort(dim=1, descending=True, stable=True)
     num_rows = rows.shape[1]
     if num_rows > neighbourhood(num_residues):
@@ -155,8 +162,7 @@ def _work(offsets: Tensor, splits: Tensor, num_lists: int, num_residues: int) ->
         longest = length.new_zeros(num_lists, num).scatter_reduce_(1, near, length, "amax")
         rank = longest.gather(1, near).long() * num - near
         order = order.gather(1, rank.gather(1, order).argsort(dim=1, descending=True, stable=True))
-    ordered = rows.gather(1, order[..., None].expand_as(rows))
-    return torch.cat((order[..., None].int(), ordered), dim=2).view(-1, 4)
+    return rows.gather(1, order[..., None].expand_as(rows)).view(-1, 4)
 
 
 _pack_op = torch.library.custom_op("dilated_attention_pytorch::pack_lists", _pack, mutates_args=())

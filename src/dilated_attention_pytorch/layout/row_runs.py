@@ -30,6 +30,8 @@ from .terms import MAX_INTERVALS, Term, numbered, rule_table, terms_of
 
 # Of a row: as many documents in one block are left to lists that are built.
 MOST_STRETCHES = 16
+# Of columns: as many are walked through, one after the other.
+FEW_RUNS = 4
 
 
 def token_terms(pattern: Pattern) -> list[Term] | None:
@@ -213,10 +215,13 @@ class RowRuns:
         """The table of ranges of these queries, in keys of the part."""
         if not self.ranges:
             return bounds
+        if len(columns) <= FEW_RUNS:  # the keys before a bound, run by run, without looking up which it is in
+            before = torch.zeros_like(bounds)
+            for begin, end in (columns * self.blocks[1]).tolist():
+                before += bounds.clamp(begin, end).sub_(begin)
+            return before.clamp_(max=seq_k)
         begin, end = (x.contiguous() for x in (columns * self.blocks[1]).int().to(bounds.device).unbind(1))
         number = edges_of(end - begin)[:-1]
-        if len(begin) == 1:
-            return (torch.minimum(bounds, end) - begin).clamp_(0, seq_k)
         run = torch.searchsorted(begin, bounds.contiguous(), right=True, out_int32=True) - 1
         behind = run < 0
         run.clamp_(min=0)

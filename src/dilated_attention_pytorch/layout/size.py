@@ -28,10 +28,12 @@ class ListSize:
     bitmaps: int  # bytes of them, and of the rules that name them
     kind: str | None
     num_residues: int = 1  # as in `BlockLayout`
+    run_branches: int = 0  # branches of dilated attention that Hopper walks as runs: see `layout.branch_runs`
 
     @classmethod
     def of(cls, layout: BlockLayout) -> ListSize:
         lists = layout.by_query
+        uneven = layout.has_mixed_blocks or layout.seq_q % layout.num_residues > 0
         return cls(
             block_q=layout.block_q,
             block_k=layout.block_k,
@@ -49,6 +51,7 @@ class ListSize:
             bitmaps=layout.bitmaps.nbytes + (layout.rules.nbytes if len(layout.bitmaps) else 0),
             kind=layout.kind,
             num_residues=layout.num_residues,
+            run_branches=layout.branches.shape[1] if uneven else 0,
         )
 
     def shared_by(self, ranks: int) -> ListSize:
@@ -76,12 +79,24 @@ class ListSize:
         return 4 * (2 * rows + 1 + self.blocks * (2 if self.named else 1) + (4 * rows if work_order else 0))
 
     @property
+    def seen_by(self) -> int:
+        """Bytes of ranges by key, at most."""
+        return 8 * self.num_k_blocks * self.block_k if self.documents else 0
+
+    @property
     def rules(self) -> int:
         """Bytes of the tables of rules, documents and bitmaps."""
         # A rule for every set of intervals, 5 int32 an interval; 2 int32 a token.
         if self.bitmaps:
             return self.bitmaps + 8 * self.documents
         return 20 * self.num_lists * self.intervals * ((1 << self.intervals) - 1) + 8 * self.documents
+
+    @property
+    def run_plan(self) -> int:
+        """Bytes of `layout.branch_runs.RunPlan`, about: tokens of tiles, and for each 128 of them two orders of work
+        and about two runs a branch in each."""
+        tiles = self.num_lists * ceil_div(self.num_q_blocks * self.block_q, 128) if self.run_branches else 0
+        return tiles * (128 * 4 + 2 * 24 + 2 * 2 * 40 * self.run_branches)
 
     def building(self, *, by_key: bool) -> int:
         """Temporary bytes while the lists are built.

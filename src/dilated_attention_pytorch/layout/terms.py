@@ -7,13 +7,18 @@ from dataclasses import dataclass, replace
 from functools import singledispatch
 from itertools import product
 from math import prod
+from typing import NamedTuple
 
+import torch
+
+from ..caches import register_container
 from ..patterns import (
     And,
     Chunks,
     Documents,
     Full,
     GlobalTokens,
+    KeyRanges,
     Or,
     Pattern,
     PerHead,
@@ -21,7 +26,7 @@ from ..patterns import (
     SlidingWindow,
 )
 from ..patterns.blocks import BlockPattern
-from ..patterns.ranges import KeysBetween, QueriesBetween, runs_of
+from ..patterns.ranges import DataDocuments, KeysBetween, QueriesBetween, runs_of
 from ..patterns.space import GridPattern
 from ..patterns.tokens import EVERYTHING, UNBOUNDED, Interval
 from .rules import NOTHING
@@ -56,10 +61,19 @@ class Term:
         They do not where every query sees itself or nothing, nor where a range is the same for all.
         """
         moving = [rule for rule in self.ranges if not isinstance(rule, KeysBetween)]
-        of_itself = all(isinstance(rule, Chunks | Documents) for rule in moving)
+        of_itself = all(isinstance(rule, Chunks | Documents | DataDocuments) for rule in moving)
         left, right = self.interval.left, self.interval.right
         unbounded = left == right == UNBOUNDED and len(self.ranges) == 1 and not self.ranges[0].may_skip
         return bool(moving) and not unbounded and not (of_itself and min(left, right) >= 0)
+
+    @property
+    def is_interval(self) -> bool:
+        """Whether it is an interval of keys for each query, so that the columns which a row of blocks sees are
+        neighbours, and so are the rows that see a column."""
+        gaps = any(
+            isinstance(rule, KeyRanges) and any(map(int.__ge__, rule.starts, rule.stops)) for rule in self.ranges
+        )
+        return not (self.rules or self.grids or self.may_skip or gaps)
 
 
 @singledispatch
@@ -138,8 +152,17 @@ def kind_of(pattern: Pattern, lengths: tuple[int, int] | None = None) -> str | N
     """`BlockLayout.kind`: "full" or "causal" if the pattern is that for all heads; with seq_q and seq_k, if it is that
     for these lengths, as a window is that reaches from one end to the other."""
     heads = set(pattern.patterns) if isinstance(pattern, PerHead) else {pattern}
-    kinds = {_kind_of_terms(terms_of(head), lengths) for head in heads}
-    return kinds.pop() if len(kinds) == 1 else None
+    return _common_kind(map(terms_of, heads), lengths)
+
+
+def _common_kind(of_heads: Iterable[list[Term]], lengths: tuple[int, int] | None) -> str | None:
+    found = None
+    for i, terms in enumerate(of_heads):
+        kind = _kind_of_terms(terms, lengths)
+        if kind is None or (i > 0 and kind != found):
+            return None
+        found = kind
+    return found
 
 
 def _kind_of_terms(terms: Iterable[Term], lengths: tuple[int, int] | None) -> str | None:
@@ -160,6 +183,77 @@ def _within(interval: Interval, seq_q: int, seq_k: int) -> Interval:
         UNBOUNDED if key_stop >= seq_k else key_stop,
         UNBOUNDED if query_stop >= seq_k else query_stop,
         key_range,
+    )
+
+
+class Written(NamedTuple):
+    """A pattern as terms, for any lengths.
+
+    Attributes:
+        heads: the pattern of each head.
+        different: the different ones of these.
+        of_head: which of these each head has.
+        plain: the terms of each, as `terms_of` has them.
+        terms: the same with intervals that name their ranges by number, where there is no grid.
+        ranges: in the order of these numbers.
+        totals: the tokens that ranges are written for.
+        has_grids: whether some rule is of a grid.
+        closed: whether lists can be made in closed form (`layout.closed_form`).
+    """
+
+    heads: tuple[Pattern, ...]
+    different: tuple[Pattern, ...]
+    of_head: tuple[int, ...]
+    plain: list[list[Term]]
+    terms: list[list[Term]]
+    ranges: list[tuple[RangePattern, ...]]
+    totals: tuple[int, ...]
+    has_grids: bool
+    closed: bool
+
+    def kind(self, lengths: tuple[int, int]) -> str | None:
+        """As `kind_of`."""
+        return _common_kind(self.plain, lengths)
+
+
+_written: dict[str, Written] = {}
+MOST_WRITTEN = 256
+register_container(_written, "layout.terms._written", "patterns as terms, by their text", bound=MOST_WRITTEN)
+
+
+def written(pattern: Pattern) -> Written:
+    """By its text, which is quicker to look up than the pattern."""
+    if torch.compiler.is_dynamo_compiling():
+        return _write(pattern)
+    found = _written.get(pattern.text)
+    if found is None:
+        found = _write(pattern)
+        if len(_written) >= MOST_WRITTEN:
+            _written.clear()
+        _written[pattern.text] = found
+    return found
+
+
+def _write(pattern: Pattern) -> Written:
+    heads = pattern.patterns if isinstance(pattern, PerHead) else (pattern,)
+    different = tuple(dict.fromkeys(heads))
+    plain = [terms_of(head) for head in different]
+    without = [i for i, terms in enumerate(plain) if not any(term.grids for term in terms)]
+    of_heads, ranges = numbered(plain[i] for i in without)
+    terms = [*plain]
+    for i, of_head in zip(without, of_heads, strict=True):
+        terms[i] = of_head
+    totals = {each.total for each in ranges_of(pattern) if each.total is not None}
+    return Written(
+        heads,
+        different,
+        tuple(different.index(head) for head in heads),
+        plain,
+        terms,
+        ranges,
+        tuple(sorted(totals)),
+        bool(grids_of(pattern)),
+        all(len(each) <= MAX_INTERVALS and all(term.is_interval for term in each) for each in terms),
     )
 
 

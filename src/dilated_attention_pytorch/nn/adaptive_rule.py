@@ -105,9 +105,9 @@ class Adaptive(Value):
 
 def load_adaptive(path: str | Path) -> tuple[Adaptive, dict[int, Adaptive]]:
     """The rule of a file that `dilated-attention calibrate` wrote, and those of its layers."""
+    if not Path(path).is_file():
+        raise ValueError(f"pattern must be a Pattern, an Adaptive, or a file of one that exists, got {str(path)!r}")
     try:
-        if not Path(path).is_file():
-            raise ValueError(f"pattern must be a Pattern, an Adaptive, or a file of one that exists, got {str(path)!r}")
         document = json.loads(Path(path).read_text(encoding="utf-8"))
         rule, layers = document["rule"], document["layers"]
         of_layers = {int(number): _rule_of(rule | own) for number, own in layers.items()}

@@ -30,6 +30,14 @@ class Term(NamedTuple):
     others: tuple[Any, ...] = ()
 
 
+class Shard(NamedTuple):
+    """Of a call over a ring: where the tokens of this rank stand in the whole, int64 [tokens], and of how many. What
+    goes by places needs it."""
+
+    positions: Tensor
+    seq: int
+
+
 class ScoreBias:
     """What is added to scores after scale and softcap: a sum of terms, made by the functions below and by `+`.
 
@@ -136,25 +144,30 @@ class ScoreBias:
         return cls((Term("keys", values),))
 
     @classmethod
-    def forget(cls, log_gates: Tensor) -> ScoreBias:
+    def forget(cls, log_gates: Tensor, *, summed: bool = False) -> ScoreBias:
         """The forgetting transformer: a score gains the sum of the log gates of the tokens behind the key, up to and
         with that of the query. For causal attention.
 
         Args:
             log_gates: (batch or 1, heads or 1, seq_k), the log of each token's forget gate.
+            summed: they are sums already, of each token's gate and all before it. Over a ring they must be.
         """
+        check_flag("summed", summed)
         _check_tensor("log_gates", log_gates, 3)
-        return cls((Term("forget", log_gates),))
+        return cls((Term("forget", log_gates, (summed,)),))
 
     @classmethod
     def dense(cls, values: Tensor) -> ScoreBias:
         """A number for each pair: (batch or 1, heads or 1, seq_q, seq_k), read and differentiated in active blocks
-        alone; −inf hides a pair. Its gradient is as large as it is."""
+        alone; −inf hides a pair. Its gradient is as large as it is. Over a ring a rank has the rows of its own queries,
+        with all keys of the whole in their order."""
         _check_tensor("values", values, 4)
         return cls((Term("dense", values),))
 
 
-def bias_of_call(bias: object, alibi_slopes: Tensor | None, q: Tensor, k: Tensor) -> Bias | None:
+def bias_of_call(
+    bias: object, alibi_slopes: Tensor | None, q: Tensor, k: Tensor, shard: Shard | None = None
+) -> Bias | None:
     """Checked, in the form of backends; `alibi_slopes` are checked before."""
     if bias is not None and not isinstance(bias, ScoreBias):
         raise TypeError(f"bias must be a ScoreBias or None, got {shown(bias)}")
@@ -165,14 +178,14 @@ def bias_of_call(bias: object, alibi_slopes: Tensor | None, q: Tensor, k: Tensor
     for term in terms:
         if term.tensor.device != q.device:
             raise ValueError(f"bias must be on the device of q, {q.device}, got {term.kind} on {term.tensor.device}")
-        for name, x in MADE[term.kind](q, k, term.tensor, *term.others).items():
+        for name, x in MADE[term.kind](q, k, shard, term.tensor, *term.others).items():
             if name == "table" and name in given:
                 raise ValueError(f"bias must have one table at most: add their numbers up, got {bias!r}")
             given[name] = given[name] + x if name in given else x
     return Bias(**given) if given else None
 
 
-def _slopes(q: Tensor, k: Tensor, slopes: Tensor, signed: bool) -> dict[str, Tensor]:
+def _slopes(q: Tensor, k: Tensor, shard: Shard | None, slopes: Tensor, signed: bool) -> dict[str, Tensor]:
     slopes = slopes.to(compute_dtype(q.dtype))
     slopes = slopes[None] if slopes.ndim == 1 else slopes
     _check_fits("slopes", slopes, q)
@@ -181,12 +194,16 @@ def _slopes(q: Tensor, k: Tensor, slopes: Tensor, signed: bool) -> dict[str, Ten
     return {"slopes": torch.cat((slopes, -slopes), dim=-1) if signed else slopes}
 
 
-def _table(q: Tensor, k: Tensor, table: Tensor, zero: int, positions: Tensor | None) -> dict[str, Tensor]:
+def _table(
+    q: Tensor, k: Tensor, shard: Shard | None, table: Tensor, zero: int, positions: Tensor | None
+) -> dict[str, Tensor]:
     table = table.to(compute_dtype(q.dtype))
     table = table[None] if table.ndim == 2 else table
     _check_fits("table", table, q, table.shape[2])
     seq_q, seq_k = q.shape[1], k.shape[1]
-    if positions is None:
+    if positions is None and shard is not None:
+        keys = queries = shard.positions[None]
+    elif positions is None:
         keys = torch.arange(seq_k, device=q.device)[None]
         queries = torch.arange(seq_k - seq_q, seq_k, device=q.device)[None]
     else:
@@ -202,39 +219,49 @@ def _table(q: Tensor, k: Tensor, table: Tensor, zero: int, positions: Tensor | N
     return {"table": table, "query_codes": (queries - zero).to(torch.int32), "key_codes": keys.to(torch.int32)}
 
 
-def _t5(q: Tensor, k: Tensor, table: Tensor, bidirectional: bool, max_distance: int) -> dict[str, Tensor]:
+def _t5(
+    q: Tensor, k: Tensor, shard: Shard | None, table: Tensor, bidirectional: bool, max_distance: int
+) -> dict[str, Tensor]:
     ahead = torch.arange(-max_distance, max_distance + 1, device=table.device)
     of_distance = table[:, _t5_buckets(ahead, table.shape[1], bidirectional, max_distance)]
-    return _table(q, k, of_distance, max_distance, None)
+    return _table(q, k, shard, of_distance, max_distance, None)
 
 
-def _grid(q: Tensor, k: Tensor, table: Tensor, shape: tuple[int, ...], tokens: Tensor | None) -> dict[str, Tensor]:
+def _grid(
+    q: Tensor, k: Tensor, shard: Shard | None, table: Tensor, shape: tuple[int, ...], tokens: Tensor | None
+) -> dict[str, Tensor]:
     """The numbers of places, in a grid so wide that their difference says how far apart they are in each dimension."""
     for dim, size in enumerate(shape, start=1):
         ahead, most = torch.arange(1 - size, size, device=table.device), table.shape[dim] // 2
         table = table.index_select(dim, ahead.clamp(-most, most) + most)
+    if tokens is None and shard is not None:
+        if shard.seq != prod(shape):
+            raise ValueError(f"bias must have a grid of all {shard.seq} tokens of the ring, got shape {list(shape)}")
+        tokens = shard.positions
     place = torch.arange(prod(shape), device=q.device) if tokens is None else tokens
     position, zero = torch.zeros_like(place), 0
     for dim, size in enumerate(shape):
         stride = prod(2 * each - 1 for each in shape[dim + 1 :])
         position = position + place // prod(shape[dim + 1 :]) % size * stride
         zero += (size - 1) * stride
-    return _table(q, k, table.flatten(1), zero, position)
+    return _table(q, k, shard, table.flatten(1), zero, position)
 
 
-def _keys(q: Tensor, k: Tensor, values: Tensor) -> dict[str, Tensor]:
+def _keys(q: Tensor, k: Tensor, shard: Shard | None, values: Tensor) -> dict[str, Tensor]:
     _check_fits("keys", values, q, k.shape[1])
     return {"key_terms": values.to(compute_dtype(q.dtype))}
 
 
-def _forget(q: Tensor, k: Tensor, log_gates: Tensor) -> dict[str, Tensor]:
+def _forget(q: Tensor, k: Tensor, shard: Shard | None, log_gates: Tensor, summed: bool) -> dict[str, Tensor]:
     _check_fits("forget", log_gates, q, k.shape[1])
-    total = log_gates.to(compute_dtype(q.dtype)).cumsum(-1)
+    total = log_gates.to(compute_dtype(q.dtype))
+    if not summed:
+        total = total.cumsum(-1)
     return {"query_terms": _of_queries(total, q.shape[1], "gates"), "key_terms": -total}
 
 
-def _dense(q: Tensor, k: Tensor, values: Tensor) -> dict[str, Tensor]:
-    _check_fits("dense", values, q, q.shape[1], k.shape[1])
+def _dense(q: Tensor, k: Tensor, shard: Shard | None, values: Tensor) -> dict[str, Tensor]:
+    _check_fits("dense", values, q, q.shape[1], k.shape[1] if shard is None else shard.seq)
     return {"dense": values}
 
 

@@ -33,6 +33,7 @@ def block_sparse_attention(
     alibi_slopes: Tensor | None = None,
     bias: ScoreBias | None = None,
     sinks: Tensor | None = None,
+    deterministic: bool | None = None,
     return_lse: bool = False,
     backend: str = "auto",
     layout: str = "bshd",
@@ -60,6 +61,9 @@ def block_sparse_attention(
             key, or for each pair, and sums of these. Its tensors get their gradients.
         sinks: (heads,): a score for each head that joins the softmax of every row and brings no value, as in gpt-oss;
             lse then counts it. It gets its gradient, and its column is never dropped.
+        deterministic: whether the gradients of two equal calls must have equal bits. None, the default, is what
+            `torch.use_deterministic_algorithms` said. Where it is False, the warp-specialised backward for Hopper adds
+            up dq in any order, which is faster; all others give equal bits always. out has equal bits in any case.
         return_lse: also return the log-sum-exp of each row, (batch, heads, seq_q), float32 (float64 for float64).
         backend: "auto", or the one to use: "sdpa", "triton", "blockwise", "reference". One that cannot run is an error.
         layout: "bshd", or "bhsd" for q, k, v and out of (batch, heads, seq, head_dim). They are read through transposed
@@ -78,7 +82,7 @@ def block_sparse_attention(
         others = key_padding_mask, document_ids, softcap, alibi_slopes, bias, sinks
         key = call_key(
             q, k, v, is_causal=is_causal, scale=scale, dropout_p=dropout_p, return_lse=return_lse, backend=backend,
-            others=others,
+            deterministic=deterministic, others=others,
         )  # fmt: skip
     with autocast_off:
         if key is not None and isinstance(what, Pattern):
@@ -105,6 +109,7 @@ def block_sparse_attention(
                 alibi_slopes=alibi_slopes,
                 bias=bias,
                 sinks=sinks,
+                deterministic=deterministic,
                 return_lse=return_lse,
             )
             chosen = choose_for(q, k, v, whole, options, backend, return_lse)

@@ -13,7 +13,7 @@ from ..layout.checks import check_device
 from ..options import CallOptions, OptionKeywords
 from ..patterns import Branches, Pattern, PerHead, SparsePatternConfig
 from ..patterns.base import constant_in_graphs, shown
-from .bias import bias_of_call
+from .bias import Shard, bias_of_call
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 DEFAULT_BLOCK_SIZE = 128
@@ -129,7 +129,16 @@ def check_softcap(softcap: float | None) -> float:
     return float(softcap)
 
 
-def check_options(q: Tensor, k: Tensor, **keywords: Unpack[OptionKeywords]) -> CallOptions:
+def check_deterministic(deterministic: bool | None) -> bool:
+    """None is what PyTorch was told for the whole process."""
+    if deterministic is None:
+        return torch.are_deterministic_algorithms_enabled()
+    if not isinstance(deterministic, bool):
+        raise TypeError(f"deterministic must be True, False or None, got {shown(deterministic)}")
+    return deterministic
+
+
+def check_options(q: Tensor, k: Tensor, shard: Shard | None = None, **keywords: Unpack[OptionKeywords]) -> CallOptions:
     """The options of a call, all checked. The seed of dropout is still to be drawn."""
     unknown = sorted(set(keywords) - set(OptionKeywords.__annotations__))
     if unknown:
@@ -147,8 +156,9 @@ def check_options(q: Tensor, k: Tensor, **keywords: Unpack[OptionKeywords]) -> C
         document_ids=document_ids,
         dropout_p=check_dropout(keywords.get("dropout_p", 0.0)),
         softcap=check_softcap(keywords.get("softcap")),
+        deterministic=check_deterministic(keywords.get("deterministic")),
         sinks=sinks,
-        bias=bias_of_call(keywords.get("bias"), slopes, q, k),
+        bias=bias_of_call(keywords.get("bias"), slopes, q, k, shard),
     )
 
 

@@ -41,6 +41,7 @@ def dilated_attention(
     alibi_slopes: Tensor | None = None,
     bias: ScoreBias | None = None,
     sinks: Tensor | None = None,
+    deterministic: bool | None = None,
     return_lse: bool = False,
     backend: str = "auto",
     layout: str = "bshd",
@@ -58,7 +59,7 @@ def dilated_attention(
         segment_lengths, dilation_rates: w and r of each branch: positive integers with r ≤ w, the smallest r at most
             twice the number of heads, for any length. See `Branches`.
         is_causal: also hide every key that comes after the query.
-        scale, key_padding_mask, softcap, alibi_slopes, bias, sinks, return_lse, backend, layout: as in
+        scale, key_padding_mask, softcap, alibi_slopes, bias, sinks, deterministic, return_lse, backend, layout: as in
             `block_sparse_attention`.
         dropout_p: share of the weights that is dropped, in [0, 1); a key that counts m times is kept or dropped as one.
         head_offsets: o(h): "interleaved", h mod r as in the paper, or "grouped", h // ceil(heads / r) as in torchscale.
@@ -88,7 +89,7 @@ def dilated_attention(
         others = key_padding_mask, softcap, alibi_slopes, bias, sinks, padding
         key = call_key(
             q, k, v, is_causal=is_causal, scale=scale, dropout_p=dropout_p, return_lse=return_lse, backend=backend,
-            others=others,
+            deterministic=deterministic, others=others,
         )  # fmt: skip
     with autocast_off:
         if key is not None:
@@ -111,6 +112,7 @@ def dilated_attention(
                 alibi_slopes=alibi_slopes,
                 bias=bias,
                 sinks=sinks,
+                deterministic=deterministic,
                 return_lse=return_lse,
             )
             check_heads(dilation_rates, q.shape[2])

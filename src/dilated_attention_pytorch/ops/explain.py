@@ -81,10 +81,10 @@ def explain(
     kernels = {}
     if hasattr(backend_of_call, "kernels_of") and isinstance(whole, BlockLayout):
         kernels = backend_of_call.kernels_of(q, k, v, whole, checked)
-    others = [value for name, value in options.items() if name not in ("scale", "dropout_p")]
+    others = [value for name, value in options.items() if name not in ("scale", "dropout_p", "deterministic")]
     key = call_key(
         q, k, v, is_causal=is_causal, scale=options.get("scale"), dropout_p=checked.dropout_p, return_lse=return_lse,
-        backend=backend, others=others,
+        backend=backend, deterministic=options.get("deterministic"), others=others,
     )  # fmt: skip
     bitmaps = bitmaps_text(whole) if isinstance(whole, BlockLayout) else ""
     return Explanation(chosen, reasons, kernels, _path(layout_or_pattern, whole, key), bitmaps)

@@ -76,6 +76,7 @@ def call_key(
     dropout_p: float,
     return_lse: bool,
     backend: str,
+    deterministic: bool | None,
     others: Sequence[object],
 ) -> tuple[object, ...] | None:
     """What makes two calls over a layout equal but for their numbers; None for a call that takes the whole path.
@@ -87,9 +88,12 @@ def call_key(
         return None
     usual = type(is_causal) is type(return_lse) is bool and type(backend) is str and type(dropout_p) is float
     usual = usual and dropout_p == 0.0 and type(scale) in (float, int, NoneType)
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    usual = usual and type(deterministic) is bool
     if not usual or any(x.layout is not torch.strided for x in (q, k, v)):
         return None
-    return *map(_like, (q, k, v)), is_causal, scale, return_lse, backend
+    return *map(_like, (q, k, v)), is_causal, scale, return_lse, backend, deterministic
 
 
 def remember(layout: BlockLayout, key: object, options: CallOptions, backend: ModuleType) -> None:

@@ -30,9 +30,11 @@ def kept_mass(
     exponentials come from `block_sparse_attention`, so the memory is linear, on any backend.
     """
 
-    unused = sorted({"dropout_p", "sinks"} & set(options))
+    unused = sorted({"deterministic", "dropout_p", "sinks"} & set(options))
     if unused:
-        raise TypeError(f"{unused[0]} has no meaning for kept_mass, which weighs keys against keys; leave it out")
+        raise TypeError(
+            f"{unused[0]} has no meaning for kept_mass, which weighs keys by keys and has no gradient; leave it out"
+        )
 
     def lse(who: BlockLayout | Pattern) -> Tensor:
         _, total = block_sparse_attention(

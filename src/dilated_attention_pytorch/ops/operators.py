@@ -163,13 +163,18 @@ def _differentiate(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[An
     layout, tensors = rest[:num], rest[num:]
     do = torch.zeros_like(out) if do is None else do
     (given, numbers), of_tensors = ctx.of_options, ctx.needs_input_grad[6]
-    asked = [bool(needed) and name.startswith(OF_BIAS) for name, needed in zip(given.split(), of_tensors, strict=True)]
-    wanted = [name.removeprefix(OF_BIAS) for name, each in zip(given.split(), asked, strict=True) if each]
-    options = tensors, given, numbers, ctx.backend, " ".join(wanted)
+    asked = asked_of_bias(given, of_tensors)
+    options = tensors, given, numbers, ctx.backend, " ".join(name for name in asked if name)
     dq, dk, dv, *more = backward(do, dlse, q, k, v, out, lse, layout, *of_layout, *options)
     of_bias = iter(more)
     of_options = [next(of_bias) if each else None for each in asked]
     return dq, dk, dv, [None] * len(layout), None, None, of_options, None, None, None
+
+
+def asked_of_bias(given: str, needed: Sequence[bool]) -> list[str]:
+    """Of each tensor of flattened options its name in the bias, if its gradient is asked for, else nothing."""
+    names = zip(given.split(), needed, strict=True)
+    return [name.removeprefix(OF_BIAS) if each and name.startswith(OF_BIAS) else "" for name, each in names]
 
 
 def no_second_derivative(ctx: Any, *grads: Any) -> None:

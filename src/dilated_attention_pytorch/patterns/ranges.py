@@ -161,6 +161,14 @@ class KeyRanges(RangePattern):
 
 
 @dataclass(frozen=True)
+class DataDocuments(RangePattern):
+    """Documents whose lengths stand in a tensor: the same pattern for every packing (`BlockLayout.from_documents`)."""
+
+    def range_at(self, position: int) -> tuple[int, int]:
+        raise TypeError("these documents are data: ask the layout that BlockLayout.from_documents has made of them")
+
+
+@dataclass(frozen=True)
 class KeysBetween(RangePattern):
     """Every query sees the keys from `start` to before `stop`."""
 

@@ -39,11 +39,12 @@ def lists_of_branches(branches: Branches, seq_len: int, heads: int, is_causal: b
     block, num_residues = cheapest_blocks(branches, seq_len, None, None)
     per_residue = ceil_div(ceil_div(seq_len, num_residues), block)
     num_lists = heads if len({branches.of_head(head, heads) for head in range(heads)}) > 1 else 1
-    per_row, widest = 0.0, 0
+    per_row, widest, uneven = 0.0, 0, seq_len % num_residues > 0
     for segment, dilation in zip(branches.segment_lengths, branches.dilation_rates, strict=True):
         shared = gcd(dilation, num_residues)  # a branch keeps one residue in `shared`, of queries and of keys
         across = segment < seq_len and segment % (block * num_residues) > 0  # blocks straddle the ends of segments
         rows = ceil_div(min(segment, seq_len), block * num_residues) + across
+        uneven |= across or dilation != shared
         per_row += (((rows + 1) / 2) if is_causal else rows) * num_residues / shared**2
         widest += rows * num_residues // shared
     blocks = ceil(per_row * num_residues * per_residue)
@@ -64,6 +65,7 @@ def lists_of_branches(branches: Branches, seq_len: int, heads: int, is_causal: b
         bitmaps=0,
         kind=kind_of_branches(branches, seq_len, seq_len, is_causal),
         num_residues=num_residues,
+        run_branches=len(branches) if uneven else 0,
     )
 
 

@@ -38,8 +38,10 @@ def attention_items(request: SizeRequest, backend: ModuleType, *, training: bool
         Item("out", "tensors", shape.out, kept),
         Item("lse", "tensors", shape.lse, kept),
     ]
+    if work_order and request.device == "cuda" and lists.run_plan:
+        items.append(Item("plan of runs", "lists", lists.run_plan, always))
     if both:
-        items.append(Item("lists by key", "lists", lists.by(lists.columns, work_order=True), always))
+        items.append(Item("lists by key", "lists", lists.by(lists.columns, work_order=True) + lists.seen_by, always))
     if training:
         items += [
             Item("dout", "gradients", shape.out, ("backward",)),

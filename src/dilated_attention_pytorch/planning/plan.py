@@ -24,7 +24,7 @@ from ..layout.checks import MAX_SEQUENCE
 from ..layout.size import ListSize
 from ..layout.terms import grids_of
 from ..memory.devices import Device, as_text
-from ..ops.checks import DEFAULT_BLOCK_SIZE, DTYPES
+from ..ops.checks import DEFAULT_BLOCK_SIZE, DTYPES, check_deterministic
 from ..ops.choose import BY_NAME, choose
 from ..patterns import Branches, Causal, Pattern, PerHead, SparsePatternConfig
 from ..patterns.base import check_flag, check_int
@@ -191,6 +191,7 @@ def plan_memory(
     head_dim_v: int | None = None,
     block_size: int | None = None,
     device: Device | torch.device | str | None = None,
+    deterministic: bool | None = None,
 ) -> MemoryPlan:
     """The memory of one call, forward or forward and backward, above the level before q, k and v exist.
 
@@ -203,6 +204,7 @@ def plan_memory(
         head_dim_v: of v and out, where it is another than that of q and k.
         block_size: of the layout; by default that of the pattern, or 128.
         device: see `Device.of`; the current one by default. It decides which backend runs, and what fits.
+        deterministic: as in `block_sparse_attention`. Where it is False, training on Hopper takes a dq in float32 too.
     """
     for name, value in (("seq_len", seq_len), ("batch", batch), ("world_size", world_size)):
         check_int(name, value, least=1)
@@ -229,7 +231,10 @@ def plan_memory(
     )
     backend = _backend(config.backend, shape, lists, where, ring=world_size > 1)
     threads = torch.get_num_threads() if where.type == "cpu" else 1
-    request = SizeRequest(shape=shape, lists=lists, device=where.type, threads=threads)
+    request = SizeRequest(
+        shape=shape, lists=lists, device=where.type, threads=threads, capability=where.capability,
+        deterministic=check_deterministic(deterministic),
+    )  # fmt: skip
     items = attention_items(request, backend, training=training)
     if where.type == "cpu" and config.embed_dim is not None:  # malloc caches the freed workspace
         later = {"forward": "projection", "backward": "projection backward"}
