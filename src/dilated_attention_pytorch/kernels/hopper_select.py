@@ -80,12 +80,12 @@ def _fetch(rows, columns, queries, keys, work, D: gl.constexpr):
         bar = queries.acquire(turn, TILE * D * BYTES)
         for half in gl.static_range(2):
             buffer = queries.buffers.index(2 * queries.place(turn) + half)
-            load_block(rows, [head, tile * TILE + half * ROWS, 0], bar, as_block(buffer, rows))
+            load_block(rows, [head, tile * TILE + half * ROWS, 0, 0, 0], bar, as_block(buffer, rows))
         of_columns = head // work.heads * (work.heads // work.group) + head % work.heads // work.group
         num = work.num_tiles(tile)
         for i in range(num):
             bar = keys.acquire(step, TILE * D * BYTES)
-            at = [of_columns, (num - 1 - i) * TILE, 0]
+            at = [of_columns, (num - 1 - i) * TILE, 0, 0, 0]
             load_block(columns, at, bar, as_block(keys.buffers.index(keys.place(step)), columns))
             step += 1
 
