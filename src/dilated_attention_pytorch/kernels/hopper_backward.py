@@ -193,7 +193,7 @@ def _compute_dq(
             query_hash = dropout_query_hash(mods.seed, tile.sample * lists.heads + tile.head, query, tile.row)
             row_delta *= 1 / mods.keep_scale
         dqueries = gl.zeros([ROWS, D], gl.float32, GRADS)
-        num_full, num = (tile.masked_from - tile.start) * PARTS, (tile.stop - tile.start) * PARTS
+        num_full, num = (lists.masked_from(tile) - tile.start) * PARTS, (tile.stop - tile.start) * PARTS
         rings.own.wait(turn)
         for MASKED in gl.static_range(2):
             if MASKED:

@@ -289,7 +289,7 @@ class Tile:
     start: gl.tensor
     split: gl.tensor
     stop: gl.tensor
-    masked_from: gl.tensor  # `split`, or an entry before it where keys are padding
+    masked_from: gl.tensor  # what `Lists.masked_from` says; read it there
 
 
 @aggregate
@@ -345,6 +345,15 @@ class Lists:
         masked_from = load_masked_from(self.work, at, split, self.PADDED)
         residue, row = split_residue(block, self.num_blocks // self.num_residues, self.DILATED)
         return Tile(sample, head, residue, row * self.OWN_BLOCK, block, start, split, stop, masked_from)
+
+    @gluon.jit
+    def masked_from(self, tile):
+        """The first entry that is masked: the first partial one, or one before it where keys are padding."""
+        if self.PADDED:
+            first = tile.masked_from
+        else:  # Triton 3.6 keeps the first tile's of a value that nothing but the bound of a loop asks for
+            first = tile.split
+        return first
 
     @gluon.jit
     def list_of(self, sample, head):

@@ -297,7 +297,7 @@ def _compute(
         next_tile = tile_for(lists, turn + 1, WHO)
         q = queries.buffers.index(queries.place(turn) * HALVES + HALF)
         rows = rows_of(tile, lane, HALF, lists, masks, mods, FINE)
-        num_full = lists.num_parts(tile.masked_from - tile.start)
+        num_full = lists.num_parts(lists.masked_from(tile) - tile.start)
         # A row without keys has one block, of which it sees nothing.
         num = gl.maximum(lists.num_parts_up(tile.stop - tile.start), 1)
         if not EARLY:
@@ -338,9 +338,10 @@ def _compute(
             scores = hide(scores, key, entry, multiplicity, rows, tile, masks, True, GATHERED, DILATED)
             if BITMAPS:
                 scores = hide_by_bits(scores, words, entry < tile.split)
-            if masks.PADDING:
-                real = real_keys(masks.padding, tile, block, 0, key_lane, lists)
-                scores = gl.where(real, scores, float("-inf"))
+            if masks.PADDING:  # noqa: SIM102
+                if num_full == 0:  # here, too, something besides a bound asks for it
+                    real = real_keys(masks.padding, tile, block, 0, key_lane, lists)
+                    scores = gl.where(real, scores, float("-inf"))
         weights, row_sum, row_max = first_softmax(scores, log_m, rows)
         if mods.DROPOUT:
             weights = drop(weights, block, key, key_lane, rows, lists, mods)
