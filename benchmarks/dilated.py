@@ -5,6 +5,7 @@
 
 rows     65,536 and 1,048,576 tokens, on a CPU 16,384.
 lengths  Time per token, 8K to 16M tokens. GPU only.
+configurations  Those that people run: the paper's, a slide encoder's, geometric ones of even and uneven lengths.
 
 Both get the same tensors. The composition is as fast as PyTorch makes it: strided views, one flash-attention call a
 branch, its log-sum-exp for the mix, weights detached in training as in torchscale. Before anything is timed our output
@@ -27,7 +28,7 @@ import torch
 from torch import Tensor
 
 import plots
-from dilated_attention_pytorch import Branches, dilated_attention
+from dilated_attention_pytorch import Branches, dilated_attention, explain
 from dilated_attention_pytorch.memory import measure_peak
 from dilated_attention_pytorch.testing.timing import interleave
 from harness import Benchmark, Job, Record, SkipSectionError, run
@@ -47,38 +48,46 @@ def ours(branches: Branches, is_causal: bool, q: Tensor, k: Tensor, v: Tensor, b
 
 
 def composed(branches: Branches, is_causal: bool, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Lengths that divide; head h keeps the tokens ≡ h modulo the dilation."""
-    batch, seq, heads, _ = q.shape
+    """Head h keeps the tokens ≡ h modulo the dilation. Where a segment does not divide the length, or a dilation its
+    segment, it attends to padding as well; heads are filled up to a multiple of 64."""
+    batch, seq, heads, width = q.shape
+    q, k, v = (torch.nn.functional.pad(x, (0, -width % 64)) for x in (q, k, v))
     head = torch.arange(heads, device=q.device)
     outs, lses = [], []
     for w, r in zip(branches.segment_lengths, branches.dilation_rates, strict=True):
+        w = min(w, seq)
+        segments, rows = -(-seq // w), -(-w // r)
 
-        def kept(x: Tensor, w: int = w, r: int = r) -> Tensor:
-            """[batch · segments, w / r, heads, D]"""
-            return x.reshape(batch * seq // w, w // r, r, *x.shape[2:])[:, :, head % r, head]
+        def kept(x: Tensor, w: int = w, r: int = r, segments: int = segments, rows: int = rows) -> Tensor:
+            """[batch · segments, rows, heads, D]"""
+            x = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, segments * w - seq)).reshape(-1, w, *x.shape[2:])
+            x = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, rows * r - w))
+            return x.view(-1, rows, r, *x.shape[2:])[:, :, head % r, head]
 
         parts = (kept(x).transpose(1, 2) for x in (q, k, v))
+        options = {"is_causal": is_causal, "scale": width**-0.5}
         if q.device.type == "cuda":
-            part, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(*parts, is_causal=is_causal)
+            part, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(*parts, **options)
         else:
-            part, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*parts, is_causal=is_causal)
-        out = q.new_zeros(batch * seq // w, w // r, r, *q.shape[2:])
+            part, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*parts, **options)
+        out = q.new_zeros(batch * segments, rows, r, *q.shape[2:])
         out[:, :, head % r, head] = part.transpose(1, 2)
-        of_rows = lse.new_full((batch * seq // w, w // r, r, heads), -1e8)
-        of_rows[:, :, head % r, head] = lse.detach().transpose(1, 2)[:, : w // r]
-        outs.append(out.view(q.shape))
-        lses.append(of_rows.view(batch, seq, heads, 1))
+        of_rows = lse.new_full((batch * segments, rows, r, heads), -1e8)
+        of_rows[:, :, head % r, head] = lse.detach().transpose(1, 2)[:, :rows]
+        outs.append(out.flatten(1, 2)[:, :w].reshape(batch, -1, *q.shape[2:])[:, :seq])
+        lses.append(of_rows.flatten(1, 2)[:, :w].reshape(batch, -1, heads, 1)[:, :seq])
     shares = torch.softmax(torch.stack(lses), 0).to(q.dtype)
-    return sum(out * share for out, share in zip(outs, shares, strict=True))
+    return sum(out * share for out, share in zip(outs, shares, strict=True))[..., :width]
 
 
 def pairs_of(branches: Branches, seq: int, heads: int, is_causal: bool) -> int:
-    """Pairs that count, as often as they count, of all heads; for lengths that divide."""
+    """Pairs that count, as often as they count, of all heads."""
     total = 0
-    for w, r in zip(branches.segment_lengths, branches.dilation_rates, strict=True):
-        kept = min(w, seq) // r
-        total += seq // min(w, seq) * (kept * (kept + 1) // 2 if is_causal else kept * kept)
-    return heads * total
+    for w, r, offset in itertools.chain.from_iterable(branches.of_head(head, heads) for head in range(heads)):
+        for times, tokens in ((seq // w, w), (1, seq % w)):
+            kept = max(0, -(-(tokens - offset) // r))
+            total += times * (kept * (kept + 1) // 2 if is_causal else kept * kept)
+    return total
 
 
 def check(job: Job) -> None:
@@ -200,10 +209,91 @@ def lengths(job: Job) -> Record:
     return {"rows": found}
 
 
+LONG = (2048, 4096, 8192, 16384, 32768)
+SLIDES = Branches((1024, 5792, 32768, 185363, 1048576), (1, 2, 4, 8, 16))
+PAPER, GEOMETRIC = Branches(LONG, (1, 2, 4, 6, 12)), Branches(LONG, (1, 2, 4, 8, 16))
+# What people run: name, branches, heads, head_dim, causal, tokens, and whether the composition is raced.
+CONFIGURATIONS = [
+    ("LongNet, the paper's", PAPER, 12, 64, True, (32768, 131072), False),
+    ("LongNet, the paper's", PAPER, 12, 128, True, (32768, 131072), False),
+    ("LongNet, geometric", GEOMETRIC, 12, 64, True, (32768, 32772), False),
+    ("LongNet, geometric", GEOMETRIC, 12, 128, True, (32768, 32772), False),
+    ("slide encoder", SLIDES, 16, 48, False, (10_000, 60_000, 200_000), True),
+]
+SMALL = [Branches((256, 579, 1000, 2048, 9999), rates) for rates in ((1, 2, 4, 6, 12), (1, 2, 4, 8, 16))]
+
+
+def check_configurations(job: Job) -> None:
+    """Ours against float64 for the dilations, widths and masks that are timed, with segments as uneven, on few
+    tokens."""
+    dtype, seq = (torch.bfloat16, 2222) if job.device == "cuda" else (torch.float32, 400)
+    cases = [*itertools.product(SMALL, ((64, True), (128, True), (48, False)))]
+    for branches, (head_dim, is_causal) in cases if job.device == "cuda" else cases[:1]:
+        tensors = [torch.randn(1, seq, 3, head_dim, device=job.device).to(dtype) for _ in range(4)]
+
+        def results(backend: str, precision: torch.dtype, tensors: list[Tensor], branches: Branches, causal: bool):  # type: ignore[no-untyped-def]
+            leaves = [x.detach().to(precision).requires_grad_() for x in tensors[:3]]
+            out = ours(branches, causal, *leaves, backend=backend)
+            return [out.detach(), *torch.autograd.grad(out, leaves, tensors[3].to(precision))]
+
+        got = results("auto", dtype, tensors, branches, is_causal)
+        want = results("reference", torch.float64, tensors, branches, is_causal)
+        case = f"{branches.dilation_rates}, D={head_dim}, causal={is_causal}"
+        for name, mine, right in zip(("out", "dq", "dk", "dv"), got, want, strict=True):
+            job.gate.check(f"{case}, {name}", "ours", "float64", mine, right)
+
+
+def configuration(
+    job: Job, name: str, branches: Branches, heads: int, head_dim: int, is_causal: bool, tokens: int, raced: bool
+) -> dict[str, Any]:
+    dtype = torch.bfloat16 if job.device == "cuda" else torch.float32
+    q, k, v, do = (torch.randn(1, tokens, heads, head_dim, device=job.device, dtype=dtype) for _ in range(4))
+    flops = 4 * head_dim * pairs_of(branches, tokens, heads, is_causal)
+    row: dict[str, Any] = {"name": name, "tokens": tokens, "heads": heads, "head_dim": head_dim, "causal": is_causal}
+    row["kernels"] = explain(q, k, v, branches, is_causal=is_causal).kernels
+    contenders = {"ours": partial(ours, branches, is_causal)}
+    if raced:
+        contenders["composed"] = partial(composed, branches, is_causal)
+
+    def forward(attend: Callable[..., Tensor]) -> Tensor:
+        with torch.no_grad():
+            return attend(q, k, v)
+
+    def backward(attend: Callable[..., Tensor]) -> Callable[[], object]:
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        return partial(torch.autograd.grad, attend(*leaves), leaves, do, retain_graph=True)
+
+    forward(contenders["ours"])
+    with measure_peak(job.device) as peak:
+        out = backward(contenders["ours"])()
+    row["peak_bytes"] = peak.peak_bytes
+    del out
+    for way, factor in (("forward", 1.0), ("backward", 2.5)):
+        runs = {each: partial(forward, f) if way == "forward" else backward(f) for each, f in contenders.items()}
+        for once in runs.values():
+            once()
+        for each, times in interleave(runs, ROUNDS[job.device], device=job.device).items():
+            row[f"{way}_{each}_ms"] = times.median * 1e3
+        row[f"{way}_tflops"] = factor * flops / row[f"{way}_ours_ms"] * 1e-9
+    return row
+
+
+def configurations(job: Job) -> Record:
+    check_configurations(job)
+    found = []
+    small = job.quick or job.device == "cpu"
+    for name, branches, heads, head_dim, is_causal, sizes, raced in CONFIGURATIONS[-1:] if small else CONFIGURATIONS:
+        for tokens in (2048,) if small else sizes:
+            found.append(configuration(job, name, branches, heads, head_dim, is_causal, tokens, raced))
+            gc.collect()
+            job.say(f"{name}, {tokens:,} × {head_dim}: {found[-1]['forward_ours_ms']:.2f} ms")
+    return {"rows": found}
+
+
 BENCHMARK = Benchmark(
     name="dilated",
     about=__doc__,
-    sections={"rows": rows, "lengths": lengths},
+    sections={"rows": rows, "lengths": lengths, "configurations": configurations},
     devices=("cpu", "cuda"),
     draw=plots.dilated,
 )

@@ -75,9 +75,21 @@ def test_dilated(segments, causal, head_dim):
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("name", ["window and global", "random", "per head"])
+def test_programs_take_many_tiles(name, head_dim, monkeypatch):
+    """As if there were three processors: what a tile leaves to the next is met at this size too."""
+    from dilated_attention_pytorch.kernels import launch
+
+    monkeypatch.setattr(launch, "num_processors", lambda device: 3)
+    for seed in range(2):
+        assert_exact(fused(make_case(PATTERNS[name], seed, torch.bfloat16, head_dim, 128)), "triton")
+    assert_exact(fused(make_case(Full(), 2, torch.bfloat16, head_dim, 128, lists=True)), "triton")
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
 def test_many_repeats_are_near_the_deterministic_result(head_dim):
     """A race would show sooner or later."""
-    case = make_case(PATTERNS["random"], 5, torch.bfloat16, head_dim, 128, seq=2000)
+    case = make_case(PATTERNS["random"], 5, torch.bfloat16, head_dim, 128, seq=8000)
     q, k, v = (x.requires_grad_() for x in (case.q, case.k, case.v))
 
     def run(deterministic):

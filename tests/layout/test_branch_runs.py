@@ -1,5 +1,7 @@
 """The plan of runs pairs queries and keys as often as the branches do, forward and by key."""
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -8,7 +10,6 @@ from hypothesis import strategies as st
 from dilated_attention_pytorch import BlockLayout, Branches
 from dilated_attention_pytorch.layout import layout_of_branches
 from dilated_attention_pytorch.layout.branch_runs import (
-    counted,
     flattened,
     plan_of,
     plan_runs,
@@ -30,10 +31,38 @@ def defined(head, seq, is_causal):
     return found.tril() if is_causal else found
 
 
+def counted(plan, num_heads, seq, *, of_keys, is_causal, size):
+    """How often the plan pairs a query with a key, as kernels walk it that take so many rows of a run at a time."""
+    found = torch.zeros(num_heads, seq, seq, dtype=torch.int32)
+    work, runs = (plan.key_work, plan.key_runs) if of_keys else (plan.work, plan.runs)
+    for head, at, start, *parts_of, _ in work.tolist():
+        rows, parts = plan.rows[at].long(), parts_of[WALKED.index(size)]
+        real = rows >= 0
+        for run in runs[start:].tolist():
+            if parts <= 0:
+                break
+            _, dilation, column, first, length, all_from, all_to, begin, end, table, phase, period = run
+            parts -= max(1, -(-length // size))
+            lane = torch.arange(length)
+            own = rows // dilation - first
+            inside = (rows >= begin) & (rows < end) & (rows % dilation == column)
+            seen = inside[:, None].expand(-1, length)
+            if is_causal:
+                seen = seen & (lane >= own[:, None] if of_keys else lane <= own[:, None])
+            part = lane // size * size
+            seen = seen | ((part >= all_from) & (part + size <= all_to))
+            token = (first + lane) * dilation + column
+            times = plan.tables[table + (phase + lane) % period].int() if period else torch.ones_like(lane).int()
+            pair = seen[real].int() * times
+            one, other = rows[real][:, None].expand_as(pair), token[None].expand_as(pair)
+            found[head].index_put_((other, one) if of_keys else (one, other), pair, accumulate=True)
+    return found
+
+
 def check(heads, num_heads, seq, is_causal):
     plan = plan_runs(heads, seq, is_causal, HOST)
-    for of_keys in (False, True):
-        got = counted(plan, num_heads, seq, of_keys=of_keys, is_causal=is_causal)
+    for of_keys, size in itertools.product((False, True), WALKED):
+        got = counted(plan, num_heads, seq, of_keys=of_keys, is_causal=is_causal, size=size)
         for head in range(num_heads):
             assert torch.equal(got[head], defined(heads[head % len(heads)], seq, is_causal)), (head, of_keys)
     rows = plan.rows[plan.work[:, 1].long()]

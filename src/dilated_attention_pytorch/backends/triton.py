@@ -92,7 +92,8 @@ def workspace(request: SizeRequest) -> Workspace:
     head."""
     shape, lists = request.shape, request.lists
     marks = lists.rows * lists.num_k_blocks
-    uniting = 8 * lists.blocks + 48 * lists.rows + min(marks, 1 << 24) if lists.block_q in (16, 32) else 0
+    unites = lists.block_q in (16, 32) and request.capability == (9, 0) and shape.dtype.itemsize == 2
+    uniting = 8 * lists.blocks + 48 * lists.rows + min(marks, 1 << 24) if unites else 0
     sums = 64 if shape.head_dim <= 64 else 128  # `kernels.configs.sums_width`
     walks_runs = lists.run_branches and request.device == "cuda" and shape.dtype.itemsize == 2
     numbers = 2 + (sums if _sums_dq(request) and not walks_runs else 0)

@@ -54,6 +54,8 @@ from .hopper_dkv import Sums, compute_dkv, modify
 from .hopper_large import OF_KEYS as LARGE_KEYS
 from .hopper_large import compute_alone
 
+DS_STAGES = gl.constexpr(2)
+
 
 @aggregate
 class Rings:
@@ -66,12 +68,6 @@ class Rings:
     stream_b: gl.shared_memory_descriptor
     lse: gl.shared_memory_descriptor
     delta: gl.shared_memory_descriptor
-
-    @gluon.jit
-    def own_half(self, turn, half):
-        """64 rows of a turn's tile, of a and of b."""
-        place = 2 * self.own.place(turn) + half
-        return self.own.buffers.index(place), self.own_b.index(place)
 
 
 @aggregate
@@ -101,21 +97,11 @@ class HeadLists:
 
 
 @gluon.jit
-def _fetch_own(own_a, own_b, turn, tile, rings, D: gl.constexpr, D_V: gl.constexpr):
-    bar = rings.own.acquire(turn, TILE * (D + D_V) * BYTES)
-    for half in gl.static_range(2):
-        at = [tile.sample, tile.row + half * ROWS, tile.residue, tile.head, 0]
-        a, b = rings.own_half(turn, half)
-        load_block(own_a, at, bar, as_block(a, own_a))
-        load_block(own_b, at, bar, as_block(b, own_b))
-
-
-@gluon.jit
 def _fetch(
     own_a, own_b, stream_a, stream_b, of_rows, batch, rings, lists, head_lists,
     D: gl.constexpr, D_V: gl.constexpr, OF_KEYS: gl.constexpr,
 ):  # fmt: skip
-    stream = rings.stream
+    own, stream = rings.own, rings.stream
     tile_heads = lists.heads // lists.group if OF_KEYS else lists.heads
     STREAM: gl.constexpr = lists.STREAM
     PARTS: gl.constexpr = lists.BLOCK // STREAM
@@ -125,7 +111,11 @@ def _fetch(
         # A tile of keys is walked by every query head of its key head, a tile of queries by its key head alone.
         first_list_head = lists.group if OF_KEYS else 1
         tile = lists.tile(turn, tile_heads, first_list_head)
-        sent = 0
+        bar = own.acquire(turn, TILE * (D + D_V) * BYTES)
+        for half in gl.static_range(2):
+            at = [tile.sample, tile.row + half * ROWS, tile.residue, tile.head, 0]
+            load_block(own_a, at, bar, as_block(own.buffers.index(half), own_a))
+            load_block(own_b, at, bar, as_block(rings.own_b.index(half), own_b))
         for member in range(lists.group if OF_KEYS else 1):
             other = tile.head * lists.group + member if OF_KEYS else tile.head // lists.group
             begin, _, end = head_lists.entries(tile, other, lists)
@@ -144,12 +134,6 @@ def _fetch(
                 load_block(stream_a, at, bar, as_block(stream.buffers.index(place), stream_a))
                 load_block(stream_b, at, bar, as_block(rings.stream_b.index(place), stream_b))
                 step += 1
-                sent += 1
-                # The first parts have room before the tile itself has, which waits until the one before it is done.
-                if sent == stream.NUM_STAGES:
-                    _fetch_own(own_a, own_b, turn, tile, rings, D, D_V)
-        if sent < stream.NUM_STAGES:
-            _fetch_own(own_a, own_b, turn, tile, rings, D, D_V)
 
 
 @gluon.jit
@@ -182,10 +166,10 @@ def _compute_dq(
     query_lane = gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
     key_lane = gl.arange(0, STREAM, gl.SliceLayout(0, SCORES))
     nothing = gl.zeros([ROWS, STREAM], gl.float32, SCORES)
+    q, grad = rings.own.buffers.index(WHO), rings.own_b.index(WHO)
     step = 0
     for turn in range(lists.turns()):
         tile = lists.tile(turn, lists.heads, 1)
-        q, grad = rings.own_half(turn, WHO)
         row = tile.row + WHO * ROWS + query_lane
         query = gl.expand_dims(lists.token(row, tile.residue), 1)
         list_id = lists.list_of(tile.sample, tile.head)
@@ -209,7 +193,7 @@ def _compute_dq(
             query_hash = dropout_query_hash(mods.seed, tile.sample * lists.heads + tile.head, query, tile.row)
             row_delta *= 1 / mods.keep_scale
         dqueries = gl.zeros([ROWS, D], gl.float32, GRADS)
-        num_full, num = (tile.masked_from - tile.start) * PARTS, (tile.stop - tile.start) * PARTS
+        num_full, num = (lists.masked_from(tile) - tile.start) * PARTS, (tile.stop - tile.start) * PARTS
         rings.own.wait(turn)
         for MASKED in gl.static_range(2):
             if MASKED:
@@ -291,8 +275,7 @@ def backward_kernel(
     NEGATIVE_SCALE: gl.constexpr, HAS_RULE_IDS: gl.constexpr, ONE_INTERVAL: gl.constexpr, DOCUMENTS: gl.constexpr,
     PADDING: gl.constexpr, DOCUMENT_IDS: gl.constexpr, DILATED: gl.constexpr, SOFTCAP: gl.constexpr,
     ALIBI: gl.constexpr, DROPOUT: gl.constexpr, OWN_LISTS: gl.constexpr, OF_KEYS: gl.constexpr,
-    ALONE: gl.constexpr, SUMS: gl.constexpr, DS_STAGES: gl.constexpr, OUT_SLOTS: gl.constexpr, OWN_STAGES: gl.constexpr,
-    LOWP: gl.constexpr,
+    ALONE: gl.constexpr, SUMS: gl.constexpr,
 ):  # fmt: skip
     """dk and dv (OF_KEYS; the lists are those by key), one of them where it is ALONE (`hopper_large`), or dq.
 
@@ -303,22 +286,21 @@ def backward_kernel(
     OWN_LAYOUT_V: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D_V], q.dtype)
     STREAM_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([STREAM, D], q.dtype)
     STREAM_LAYOUT_V: gl.constexpr = gl.NVMMASharedLayout.get_default_for([STREAM, D_V], q.dtype)
-    own_a = gl.allocate_shared_memory(q.dtype, [2 * OWN_STAGES, ROWS, D], OWN_LAYOUT)
-    own_b = gl.allocate_shared_memory(q.dtype, [2 * OWN_STAGES, ROWS, D_V], OWN_LAYOUT_V)
+    own_a = gl.allocate_shared_memory(q.dtype, [2, ROWS, D], OWN_LAYOUT)
+    own_b = gl.allocate_shared_memory(q.dtype, [2, ROWS, D_V], OWN_LAYOUT_V)
     stream_a = gl.allocate_shared_memory(q.dtype, [NUM_STAGES, STREAM, D], STREAM_LAYOUT)
     stream_b = gl.allocate_shared_memory(q.dtype, [NUM_STAGES, STREAM, D_V], STREAM_LAYOUT_V)
     lse_rows = gl.allocate_shared_memory(gl.float32, [NUM_STAGES, 1, STREAM], of_rows.layout)
     delta_rows = gl.allocate_shared_memory(gl.float32, [NUM_STAGES, 1, STREAM], of_rows.layout)
-    own = Ring(own_a, new_barriers(OWN_STAGES), new_barriers(OWN_STAGES), OWN_STAGES)
+    own = Ring(own_a, new_barriers(1), new_barriers(1), gl.constexpr(1))
     stream = Ring(stream_a, new_barriers(NUM_STAGES), new_barriers(NUM_STAGES), NUM_STAGES)
-    for place in gl.static_range(OWN_STAGES):
-        own.init(place)
+    own.init(0)
     for place in gl.static_range(NUM_STAGES):
         stream.init(place)
     rings = Rings(own, own_b, stream, stream_b, lse_rows, delta_rows)
-    sums = Sums(own, own_a, SUMS, OUT_SLOTS)  # unused
+    sums = Sums(own, own_a, SUMS)  # unused
     if OF_KEYS and not ALONE:
-        STAGE_WIDTH: gl.constexpr = max(D, D_V) * OUT_SLOTS
+        STAGE_WIDTH: gl.constexpr = max(D, D_V, 128)
         STAGE_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, STAGE_WIDTH], q.dtype)
         stage = gl.allocate_shared_memory(q.dtype, [2, ROWS, STAGE_WIDTH], STAGE_LAYOUT)
         ds = own
@@ -328,7 +310,7 @@ def backward_kernel(
             ds = Ring(of_ds, new_barriers(DS_STAGES), new_barriers(DS_STAGES), DS_STAGES)
             for place in gl.static_range(DS_STAGES):
                 ds.init(place, 2)
-        sums = Sums(ds, stage, SUMS, OUT_SLOTS)
+        sums = Sums(ds, stage, SUMS)
     OWN_BLOCK: gl.constexpr = BLOCK_K if OF_KEYS else BLOCK_Q
     BLOCK: gl.constexpr = BLOCK_Q if OF_KEYS else BLOCK_K
     lists = Lists(
@@ -353,8 +335,8 @@ def backward_kernel(
         ], [4, 1], [COMPUTE_REGS, FETCH_REGS])  # fmt: skip
     elif OF_KEYS:
         gl.warp_specialize([
-            (compute_dkv, (0, dk, dv, dq, scale_out, rings, sums, lists, head_lists, masks, mods, D, D_V, LOWP)),
-            (compute_dkv, (1, dk, dv, dq, scale_out, rings, sums, lists, head_lists, masks, mods, D, D_V, LOWP)),
+            (compute_dkv, (0, dk, dv, dq, scale_out, rings, sums, lists, head_lists, masks, mods, D, D_V)),
+            (compute_dkv, (1, dk, dv, dq, scale_out, rings, sums, lists, head_lists, masks, mods, D, D_V)),
             (_fetch, (k, v, q, grad, of_rows, batch, rings, lists, head_lists, D, D_V, True)),
         ], [4, 1], [COMPUTE_REGS, FETCH_REGS])  # fmt: skip
     else:

@@ -150,18 +150,6 @@ def retyped(buffer, descriptor):
 
 
 @gluon.jit
-def parted(buffer, NUM: gl.constexpr):
-    """A buffer [rows, D] as NUM of [rows, D / NUM]."""
-    shape: gl.constexpr = [NUM, buffer.shape[0], buffer.shape[1] // NUM]
-    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(shape[1:], buffer.dtype)
-    if RENAMED:
-        parts = buffer.reinterpret(buffer.dtype, shape, layout)
-    else:
-        parts = buffer._reinterpret(buffer.dtype, shape, layout)
-    return parts
-
-
-@gluon.jit
 def as_blocks(buffer, descriptor):
     """A buffer [rows, D] as [1, rows, 1, 1, D], of which a slice of rows has the shape of a descriptor's box."""
     if RENAMED:
@@ -301,7 +289,7 @@ class Tile:
     start: gl.tensor
     split: gl.tensor
     stop: gl.tensor
-    masked_from: gl.tensor  # `split`, or an entry before it where keys are padding
+    masked_from: gl.tensor  # what `Lists.masked_from` says; read it there
 
 
 @aggregate
@@ -357,6 +345,15 @@ class Lists:
         masked_from = load_masked_from(self.work, at, split, self.PADDED)
         residue, row = split_residue(block, self.num_blocks // self.num_residues, self.DILATED)
         return Tile(sample, head, residue, row * self.OWN_BLOCK, block, start, split, stop, masked_from)
+
+    @gluon.jit
+    def masked_from(self, tile):
+        """The first entry that is masked: the first partial one, or one before it where keys are padding."""
+        if self.PADDED:
+            first = tile.masked_from
+        else:  # Triton 3.6 keeps the first tile's of a value that nothing but the bound of a loop asks for
+            first = tile.split
+        return first
 
     @gluon.jit
     def list_of(self, sample, head):

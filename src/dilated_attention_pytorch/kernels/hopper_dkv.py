@@ -13,7 +13,7 @@ ahead of the other. dS goes through shared memory:
     guard     arrives                               waits                                        count
     ds.ready  each warpgroup, its dS is written     each warpgroup, before dq of that step       2
     ds.empty  each warpgroup, dq of the step is     each warpgroup, before it writes dS          2
-              computed                              DS_STAGES steps later
+              computed                              two steps later
 
 How dq is summed (SUMS):
 
@@ -23,8 +23,7 @@ How dq is summed (SUMS):
 
 A warpgroup leaves its 64 × 64 numbers in its stage, from which the copy engine adds them to float32 sums in global
 memory, in the order in which threads hold them: as rows and columns they would meet in the same banks.
-`backward.round_kernel` puts them in order. The last dq of a tile follows its last step; dk and dv leave by the stage
-too.
+`backward.round_kernel` puts them in order. The last dq of a tile follows its last step; dk and dv leave by the stage.
 """
 
 from triton.experimental import gluon
@@ -59,7 +58,6 @@ from .hopper_common import (
     as_block,
     as_row,
     barrier,
-    parted,
     reaching,
     retyped,
     store_block,
@@ -102,7 +100,6 @@ class Sums:
     ds: Ring  # of dS, in halves: those of step s are at 2 · place(s)
     stage: gl.shared_memory_descriptor  # of each warpgroup: 64 × 64 numbers of dq, or a 16-bit tile of dk or dv
     KIND: gl.constexpr
-    OUT_SLOTS: gl.constexpr
 
 
 @gluon.jit
@@ -228,24 +225,23 @@ def _publish(dscores, step, WHO: gl.constexpr, sums):
     ds.buffers.index(2 * ds.place(step) + WHO).store(dscores)
     fence_async_shared()
     tma.store_wait(0)
-    if sums.KIND == OWN:
-        barrier()
-    else:  # waits for the threads of the warpgroup
+    barrier()
+    if sums.KIND == HALVES:
         mbarrier.arrive(ds.ready.index(ds.place(step)), count=1)
 
 
 @gluon.jit
-def _start_dq(turn, place, WHO: gl.constexpr, rings, sums, D: gl.constexpr):
+def _start_dq(place, WHO: gl.constexpr, rings, sums, D: gl.constexpr):
     """64 × 64 numbers of dq from dS at that place of its ring, as far as the matrix units have got."""
     PART: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     nothing = gl.zeros([ROWS, 64], gl.float32, PART)
     if sums.KIND == OWN:
         ds = sums.ds.buffers.index(2 * place + WHO).permute((1, 0))
-        dq = warpgroup_mma(ds, rings.own_half(turn, WHO)[0], nothing, use_acc=False, is_async=True)
+        dq = warpgroup_mma(ds, rings.own.buffers.index(WHO), nothing, use_acc=False, is_async=True)
     else:
         dq = nothing
         for half in gl.static_range(2):
-            ds, k = sums.ds.buffers.index(2 * place + half), rings.own_half(turn, half)[0]
+            ds, k = sums.ds.buffers.index(2 * place + half), rings.own.buffers.index(half)
             if D == 64:
                 ds = ds.slice(WHO * ROWS, ROWS, 1)
             else:
@@ -277,38 +273,27 @@ def _add(dq, target, total, WHO: gl.constexpr, sums):
 
 
 @gluon.jit
-def _store(dk, dv, dkeys, dvalues, tile, WHO: gl.constexpr, sums):
+def _store(x, value, tile, WHO: gl.constexpr, sums):
     """64 rows of one head, by the copy engine."""
-    at = [tile.sample, tile.row + WHO * ROWS, tile.residue, tile.head, 0]
     tma.store_wait(0)
     barrier()
-    stage = parted(sums.stage.index(WHO), sums.OUT_SLOTS)
-    first, second = retyped(stage.index(0), dk), retyped(stage.index(sums.OUT_SLOTS - 1), dv)
-    first.store(dkeys.to(dk.dtype))
-    if sums.OUT_SLOTS == 2:
-        second.store(dvalues.to(dv.dtype))
+    stage = retyped(sums.stage.index(WHO), x)
+    stage.store(value.to(x.dtype))
     fence_async_shared()
     barrier()
-    store_block(dk, at, as_block(first, dk))
-    if sums.OUT_SLOTS == 1:
-        tma.store_wait(0)
-        barrier()
-        second.store(dvalues.to(dv.dtype))
-        fence_async_shared()
-        barrier()
-    store_block(dv, at, as_block(second, dv))
+    store_block(x, [tile.sample, tile.row + WHO * ROWS, tile.residue, tile.head, 0], as_block(stage, x))
 
 
 @gluon.jit
 def compute_dkv(
     WHO: gl.constexpr, dk, dv, total, scale_out, rings, sums, lists, head_lists, masks, mods,
-    D: gl.constexpr, D_V: gl.constexpr, LOWP: gl.constexpr,
+    D: gl.constexpr, D_V: gl.constexpr,
 ):  # fmt: skip
     stream, ds = rings.stream, sums.ds
     STREAM: gl.constexpr = lists.STREAM
     PARTS: gl.constexpr = lists.BLOCK // STREAM
     SUMS: gl.constexpr = sums.KIND
-    AHEAD: gl.constexpr = SUMS == NO_SUMS  # with dq there are no registers for it
+    AHEAD: gl.constexpr = SUMS == NO_SUMS  # with dq too there are no registers for it
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STREAM, 16])  # keys × queries
     GRADS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     GRADS_V: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D_V, 16])
@@ -323,16 +308,16 @@ def compute_dkv(
     key_lane = gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
     query_lane = gl.arange(0, STREAM, gl.SliceLayout(0, SCORES))
     nothing = gl.zeros([ROWS, STREAM], gl.float32, SCORES)
+    k, v = rings.own.buffers.index(WHO), rings.own_b.index(WHO)
     step = 0
-    tile = lists.tile(0, heads_kv, lists.group)
     for turn in range(lists.turns()):
+        tile = lists.tile(turn, heads_kv, lists.group)
         keys = keys_of(tile, key_lane, WHO, lists, masks, mods, BOUNDED)
         first_step, last_step = step, step + _num_steps(tile, lists, head_lists)
         target = 0
         dkeys = gl.zeros([ROWS, D], gl.float32, GRADS)
         dvalues = gl.zeros([ROWS, D_V], gl.float32, GRADS_V)
         rings.own.wait(turn)
-        k, _ = rings.own_half(turn, WHO)
         if AHEAD:  # noqa: SIM102
             if step < last_step:
                 stream.wait(step)
@@ -348,15 +333,10 @@ def compute_dkv(
             walk = walk_of(member, tile, lists, head_lists, mods)
             num_full, num = (walk.split - walk.begin) * PARTS, (walk.end - walk.begin) * PARTS
             for MASKED in gl.static_range(2):
-                same = turn
                 if MASKED:
                     low, high = num_full, num
-                    # The same tile, by an address that does not look the same (no list ends before it starts): else
-                    # ptxas reads here what it has computed before the loop over full blocks, even where there are none.
-                    same = turn + (tile.start > tile.stop).to(gl.int32)
                 else:
                     low, high = 0, num_full
-                k, v = rings.own_half(same, WHO)
                 for i in range(low, high):
                     place = stream.place(step)
                     other = gl.load(lists.indices + walk.begin + i // PARTS)
@@ -377,17 +357,15 @@ def compute_dkv(
                     operand = gl.convert_layout(kept.to(dtype), OPERAND_V)
                     if mods.SOFTCAP:
                         weights *= softcap_grad
-                    elif LOWP:
-                        weights = weights.to(dtype)
                     dweights = warpgroup_mma_wait(0, deps=[pending_dweights])
                     pending_dvalues = warpgroup_mma(operand, grad, dvalues, is_async=True)
-                    dscores = dscores_of(weights.to(gl.float32), dweights, rings.delta.index(place), mods).to(dtype)
+                    dscores = dscores_of(weights, dweights, rings.delta.index(place), mods).to(dtype)
                     pending_dkeys = warpgroup_mma(gl.convert_layout(dscores, OPERAND), q, dkeys, is_async=True)
                     if SUMS:
                         if SUMS == HALVES:  # noqa: SIM102
                             if step > first_step:
                                 ds.wait(step - 1)
-                        pending_dq = _start_dq(same, ds.place(step + ds.NUM_STAGES - 1), WHO, rings, sums, D)
+                        pending_dq = _start_dq(ds.place(step + ds.NUM_STAGES - 1), WHO, rings, sums, D)
                         _publish(dscores, step, WHO, sums)
                     dvalues, dkeys = warpgroup_mma_wait(IN_FLIGHT, deps=[pending_dvalues, pending_dkeys])
                     stream.release(step)
@@ -399,7 +377,7 @@ def compute_dkv(
                             is_async=True,
                         )  # fmt: skip
                     if SUMS:
-                        dq = warpgroup_mma_wait(1 if AHEAD else 0, deps=[pending_dq])
+                        dq = warpgroup_mma_wait(0, deps=[pending_dq])
                         if step > first_step:
                             if SUMS == HALVES:
                                 ds.release(step - 1)
@@ -408,14 +386,11 @@ def compute_dkv(
                     if AHEAD:
                         scores = warpgroup_mma_wait(0, deps=[pending_scores])
                     step += 1
-        # What the next tile is: asked for now, read when this one has been stored.
-        next_tile = lists.tile(turn + 1, heads_kv, lists.group)
         if SUMS:  # noqa: SIM102
             if step > first_step:
                 if SUMS == HALVES:
                     ds.wait(step - 1)
-                again = turn + (tile.split > tile.stop).to(gl.int32)
-                dq = warpgroup_mma_wait(0, deps=[_start_dq(again, ds.place(step - 1), WHO, rings, sums, D)])
+                dq = warpgroup_mma_wait(0, deps=[_start_dq(ds.place(step - 1), WHO, rings, sums, D)])
                 if SUMS == HALVES:
                     ds.release(step - 1)
                 tma.store_wait(0)
@@ -424,6 +399,6 @@ def compute_dkv(
         rings.own.release(turn)
         if mods.DROPOUT:  # what all kept weights are multiplied by
             dkeys, dvalues = dkeys * mods.keep_scale, dvalues * mods.keep_scale
-        _store(dk, dv, dkeys * scale_out, dvalues, tile, WHO, sums)
-        tile = next_tile
+        _store(dk, dkeys * scale_out, tile, WHO, sums)
+        _store(dv, dvalues, tile, WHO, sums)
     tma.store_wait(0)

@@ -297,7 +297,7 @@ def _compute(
         next_tile = tile_for(lists, turn + 1, WHO)
         q = queries.buffers.index(queries.place(turn) * HALVES + HALF)
         rows = rows_of(tile, lane, HALF, lists, masks, mods, FINE)
-        num_full = lists.num_parts(tile.masked_from - tile.start)
+        num_full = lists.num_parts(lists.masked_from(tile) - tile.start)
         # A row without keys has one block, of which it sees nothing.
         num = gl.maximum(lists.num_parts_up(tile.stop - tile.start), 1)
         if not EARLY:
@@ -326,6 +326,8 @@ def _compute(
         if FINE:
             words = lists.words_of(masks.rule_ids, tile.start, tile.stop, 0)
             key = lists.tokens(block, 0, key_lane)
+            # That something besides a loop's bound asks for `num_full` is needed, too: what a loop carries, and only
+            # bounds ask for, Triton 3.6 takes for dead, and keeps the first tile's.
             if num_full == 0:
                 scores = hide_united(scores, key, words, block, 0, key_lane, rows, tile, lists, masks, True, FINE)
             else:
@@ -336,9 +338,10 @@ def _compute(
             scores = hide(scores, key, entry, multiplicity, rows, tile, masks, True, GATHERED, DILATED)
             if BITMAPS:
                 scores = hide_by_bits(scores, words, entry < tile.split)
-            if masks.PADDING:
-                real = real_keys(masks.padding, tile, block, 0, key_lane, lists)
-                scores = gl.where(real, scores, float("-inf"))
+            if masks.PADDING:  # noqa: SIM102
+                if num_full == 0:  # here, too, something besides a bound asks for it
+                    real = real_keys(masks.padding, tile, block, 0, key_lane, lists)
+                    scores = gl.where(real, scores, float("-inf"))
         weights, row_sum, row_max = first_softmax(scores, log_m, rows)
         if mods.DROPOUT:
             weights = drop(weights, block, key, key_lane, rows, lists, mods)
@@ -352,10 +355,10 @@ def _compute(
                 begin, end = gl.maximum(num_full, 1), num
                 if BITMAPS:
                     rule, named = rule_of(lists.entry(tile.start, begin, 0), tile.stop, masks)
-                # The same queries, by an address that does not look the same (nothing is masked from behind the end on):
+                # The same queries, by an address that does not look the same (no list is masked from behind its end):
                 # else ptxas reads here what it has computed before the loop over full blocks, even where there are
-                # none. And what only bounds of loops ask for, Triton 3.6 does not carry from tile to tile.
-                nothing = (tile.masked_from > tile.stop).to(gl.int32)
+                # none. And this, too, is not a bound that asks where masks begin.
+                nothing = (lists.masked_from(tile) > tile.stop).to(gl.int32)
                 q = queries.buffers.index(queries.place(turn) * HALVES + HALF + nothing)
             else:
                 begin, end = 1, num_full

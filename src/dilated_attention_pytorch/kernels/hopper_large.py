@@ -37,13 +37,13 @@ def compute_alone(
     key_lane = gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
     query_lane = gl.arange(0, STREAM, gl.SliceLayout(0, SCORES))
     nothing = gl.zeros([ROWS, STREAM], gl.float32, SCORES)
+    k, v = rings.own.buffers.index(WHO), rings.own_b.index(WHO)
     step = 0
     for turn in range(lists.turns()):
         tile = lists.tile(turn, lists.heads // lists.group, lists.group)
         keys = keys_of(tile, key_lane, WHO, lists, masks, mods, BOUNDED)
         sums = gl.zeros([ROWS, WIDTH], gl.float32, GRADS)
         rings.own.wait(turn)
-        k, v = rings.own_half(turn, WHO)
         for member in range(lists.group):
             walk = walk_of(member, tile, lists, head_lists, mods)
             num_full, num = (walk.split - walk.begin) * PARTS, (walk.end - walk.begin) * PARTS

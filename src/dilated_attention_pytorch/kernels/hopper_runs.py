@@ -108,7 +108,7 @@ def _compute(
     step, turns = 0, plan.turns()
     buffer = q_buffers.index(WHO)
     if WHO == 1:
-        hand_over(WHO)
+        hand_over(WHO, False)
     tile = plan.tile(0)
     loaded_token = gl.load(tile.rows + loaded_lane)
     queries = load_rows(q, loaded_token, tile.sample, tile.head, q_b, q_s, q_h, D, PADDED)
@@ -136,14 +136,14 @@ def _compute(
         for i in range(1, tile.parts):
             here, before = step + i, step + i - 1
             keys.wait(here)
-            take_turn(WHO)
+            take_turn(WHO, False)
             pending_scores = warpgroup_mma(
                 buffer, keys.buffers.index(keys.place(here)).permute((1, 0)), no_scores, use_acc=False, is_async=True
             )
             operand = gl.convert_layout(weights.to(dtype), WEIGHTS)
             values.wait(before)
             pending_acc = warpgroup_mma(operand, values.buffers.index(values.place(before)), acc, is_async=True)
-            hand_over(WHO)
+            hand_over(WHO, False)
             if x >= run[3]:
                 index += 1
                 run = load_run(plan.runs, index)
@@ -164,9 +164,9 @@ def _compute(
         step += tile.parts
         operand = gl.convert_layout(weights.to(dtype), WEIGHTS)
         values.wait(last)
-        take_turn(WHO)
+        take_turn(WHO, False)
         pending_acc = warpgroup_mma(operand, values.buffers.index(values.place(last)), acc, is_async=True)
-        hand_over(WHO)
+        hand_over(WHO, False)
         # What the next tile starts with is asked for before this one is written out.
         next_tile = plan.tile(turn + 1)
         next_token = gl.load(next_tile.rows + loaded_lane)
@@ -184,7 +184,7 @@ def _compute(
         gl.store(lse + of_head + token, row_lse, mask=token >= 0)
         tile, loaded_token = next_tile, next_token
     if WHO == 0:
-        take_turn(WHO)
+        take_turn(WHO, False)
 
 
 @gluon.jit(do_not_specialize=VARYING)

@@ -21,7 +21,6 @@ from .tile_scheduler import num_turns, scheduled_tile
 
 # The fetching warp keeps more numbers than that of `hopper_common`: 128 · (2 · 232 + 40) = 64,512 registers.
 COMPUTE_REGS, FETCH_REGS = gl.constexpr(240), gl.constexpr(24)
-BY_BRANCH = gl.constexpr(False)
 RUN_FIELDS, WORK_FIELDS = gl.constexpr(12), gl.constexpr(6)
 
 
@@ -111,13 +110,9 @@ def times_counted(weights, x, lane, table, phase, period, plan):
 
 @gluon.jit
 def fetch_part(descriptors, place, at, bar, buffer, NUM: gl.constexpr):
-    """One copy, by the descriptor of a dilation."""
+    """One copy, by the descriptor of a dilation: the others are told not to."""
     for which in gl.static_range(NUM):
-        if BY_BRANCH:
-            if place == which:
-                load_block(descriptors[which], at, bar, as_block(buffer, descriptors[which]))
-        else:
-            load_block(descriptors[which], at, bar, as_block(buffer, descriptors[which]), pred=place == which)
+        load_block(descriptors[which], at, bar, as_block(buffer, descriptors[which]), pred=place == which)
 
 
 @gluon.jit

@@ -80,12 +80,12 @@ def _fetch(rows, columns, queries, keys, work, D: gl.constexpr):
         bar = queries.acquire(turn, TILE * D * BYTES)
         for half in gl.static_range(2):
             buffer = queries.buffers.index(2 * queries.place(turn) + half)
-            load_block(rows, [head, tile * TILE + half * ROWS, 0], bar, as_block(buffer, rows))
+            load_block(rows, [head, tile * TILE + half * ROWS, 0, 0, 0], bar, as_block(buffer, rows))
         of_columns = head // work.heads * (work.heads // work.group) + head % work.heads // work.group
         num = work.num_tiles(tile)
         for i in range(num):
             bar = keys.acquire(step, TILE * D * BYTES)
-            at = [of_columns, (num - 1 - i) * TILE, 0]
+            at = [of_columns, (num - 1 - i) * TILE, 0, 0, 0]
             load_block(columns, at, bar, as_block(keys.buffers.index(keys.place(step)), columns))
             step += 1
 
@@ -100,6 +100,14 @@ class Kept:
     scale: gl.tensor
     COLUMNS: gl.constexpr
     HEADROOM: gl.constexpr
+
+
+@gluon.constexpr_function
+def neighbours_first(blocks):
+    """The layout of a warpgroup's sums of so many blocks a row: those of a thread lie together."""
+    together = [[0, 1 << bit] for bit in range((blocks // 4).bit_length() - 1)]
+    lanes = [[0, blocks // 4], [0, blocks // 2], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout([*together, [8, 0]], lanes, [[16, 0], [32, 0]], [], [64, blocks])
 
 
 @gluon.jit
@@ -123,6 +131,8 @@ def _take_in(scores, shares, i, row_max, row_sum, kept, MASKED: gl.constexpr):
     parts = gl.reshape(terms, [ROWS, BLOCKS // 4, C // 2, 4, 2])
     found = gl.sum(gl.sum(parts, 4), 2)  # [rows, BLOCKS / 4, 4]
     found = gl.reshape(gl.permute(found, (0, 2, 1)), [ROWS, BLOCKS]).to(gl.float16)
+    # The same numbers in the same threads, but neighbours first: else they are stored one by one.
+    found = gl.convert_layout(found, neighbours_first(BLOCKS))
     added = gl.sum(found.to(gl.float32), 1)
     row_sum = row_sum * shrink + gl.convert_layout(added, of_rows)
     lane = gl.arange(0, ROWS, gl.SliceLayout(1, found.type.layout))

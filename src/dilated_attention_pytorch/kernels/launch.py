@@ -53,9 +53,6 @@ else:
     HAVE_GLUON = not INTERPRETED
 
 
-NARROW_FUSED = False
-OWN = {32: 2, 64: 2, 128: 1, 256: 1}
-EXPERIMENT = {"DS_STAGES": 2, "OUT_SLOTS": 2, "LOWP": False}
 Grads = tuple[Tensor, Tensor, Tensor]
 # To hash every pair takes longer than all products of small heads, and the plain kernel has more warps for it.
 SMALL_HEAD = 64
@@ -411,9 +408,7 @@ class Call:
         stream, num_stages = (HOPPER_FUSED if fused else HOPPER_BACKWARD)[max(box, box_v)]
         if large and min(box, box_v) <= max(HOPPER_FUSED):
             stream, num_stages = HOPPER_BACKWARD_HALF
-        own_stages = OWN[max(box, box_v)] if of_keys else 1
-        narrow = not fused or (NARROW_FUSED and box == 64)
-        if of_keys and not large and narrow and (self.flags["SOFTCAP"] or self.flags["ALIBI"] or self.flags["DROPOUT"]):
+        if of_keys and not large and (self.flags["SOFTCAP"] or self.flags["ALIBI"] or self.flags["DROPOUT"]):
             stream, num_stages = HOPPER_DKV_NARROW
         stream = min(stream, layout.block_q if of_keys else layout.block_k)
         flags, kind = self._hopper_flags(box), 0
@@ -446,7 +441,7 @@ class Call:
                  walked // layout.num_residues, self.exp_scale, self.scale, self.cap, *self.dropout),
                 **flags, WIDTH=self.head_dim, STREAM=stream, NUM_STAGES=num_stages,
                 OWN_LISTS=self.own_lists, OF_KEYS=of_keys, ALONE=part,
-                SUMS=kind, OWN_STAGES=own_stages, **EXPERIMENT, num_warps=4, maxnreg=168,
+                SUMS=kind, num_warps=4, maxnreg=168,
             )  # fmt: skip
 
     def _schedules(self, rows: int, tiles: float, heads: int) -> tuple[tuple[int, TileSchedule], ...]:

@@ -21,9 +21,11 @@ if TYPE_CHECKING:
 FORWARD = {32: (128, 4), 64: (128, 3), 128: (128, 2)}
 DKV = {32: (64, 4), 64: (64, 4), 128: (64, 3)}
 DQ = {32: (128, 2), 64: (128, 2), 128: (64, 3)}
-# What pairs cost, where those of even blocks on the kernels for Hopper cost 1. Tiles of runs are not all full and not
-# all walked by all of their rows; plain kernels have half the rate; of mixed blocks every pair is counted.
-OF_RUNS, PLAIN, MIXED = 1.3, 2.0, 6.0
+# What pairs cost, where those of even blocks on the kernels for Hopper cost 1. Tiles of runs are not all full, not all
+# walked by all of their rows, and begin more slowly (docs/dev/LOG.md: causal and geometric, runs take 0.83 of the time
+# of blocks, for 0.59 of their pairs as they are estimated here); plain kernels have half the rate; of mixed blocks
+# every pair is counted. By padded head dimension; 128 is not measured.
+OF_RUNS, PLAIN, MIXED = {32: 1.4, 64: 1.4, 128: 1.75}, 2.0, 6.0
 
 
 def padded_width(head_dim: int) -> int:
@@ -44,19 +46,19 @@ def why_not(tensors: Sequence[Tensor], layout: BlockLayout, options: CallOptions
         return "runs are for heads of a multiple of 8 up to 128, v as wide as q and k"
     if not all(map(reachable, tensors)):
         return "the copy engine cannot read these strides or addresses"
-    if "runs" not in layout._derived and layout.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return "runs are not found while a CUDA graph is captured: make the call once before"
+    if "run_plan" not in layout._derived and layout.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return "runs are not planned while a CUDA graph is captured: make the call once before"
     runs = runs_of(layout)
-    return runs.reason or _too_much(runs, layout, blocks_on_hopper)
+    return runs.reason or _too_much(runs, padded_width(head_dim), blocks_on_hopper)
 
 
-def _too_much(runs: Runs, layout: BlockLayout, blocks_on_hopper: bool) -> str:
-    """Blocks count a key once that several branches hold, where segments and lengths allow it."""
+def _too_much(runs: Runs, padded: int, blocks_on_hopper: bool) -> str:
+    """Both read a key once that several branches hold, where segments allow it."""
     of_blocks = (runs.even_pairs + MIXED * runs.mixed_pairs) * (1.0 if blocks_on_hopper else PLAIN)
-    of_runs = OF_RUNS * runs.pairs
+    of_runs = OF_RUNS[padded] * runs.pairs
     if of_runs < of_blocks:
         return ""
-    return f"blocks have less work, {of_blocks:.3g} to {of_runs:.3g} pairs a sample: shared keys count once"
+    return f"blocks have less work, {of_blocks:.3g} to {of_runs:.3g} pairs a sample"
 
 
 def reachable(x: Tensor) -> bool:

@@ -265,7 +265,9 @@ def fused_masses(
     def do() -> list[Launched | None]:
         pooled = by.make() if by.make else []
         if on_hopper:
-            described = hopper_common.describe(rows.x, 64, 1), hopper_common.describe(columns.x, 128, 1)
+            described = (
+                hopper_common.describe(rows.x, 64, 1, by.width), hopper_common.describe(columns.x, 128, 1, by.width),
+            )  # fmt: skip
             multiplied = launch(
                 hopper_select.masses_kernel, (programs,), (*described, *results),
                 (*sizes, tiles, tiles_k, units, by.scale * LOG2E.value),

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from .lists import HOST
 from .run_tiles import TILE, WALKED, Branch, Tables, tiles_of
 from .runs import edges_of
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .layout import BlockLayout
 
 LEVELS = 16  # of lengths of tiles
+MOST_ON_HOST = 1 << 18  # tokens whose plan is made on the host
 MOST_DILATIONS = 6
 NUM_TENSORS, NUM_SIZES = 6, 4 + MOST_DILATIONS  # of `flattened`
 # Fields of a tile: its list (of a head, or of all heads if there is one), its place in `rows`, its first run, and its
@@ -76,8 +77,8 @@ def plan_runs(heads: Sequence[Sequence[Branch]], seq: int, is_causal: bool, devi
     dilations = tuple(sorted({r for head in heads for _, r, _ in head}))
     different = list(dict.fromkeys(map(tuple, heads)))
     of_head = [different.index(tuple(head)) for head in heads]
-    tables = Tables()
-    tiles = [tiles_of(head, dilations, seq, is_causal, tables, device) for head in different]
+    tables, cuts = Tables(), dict[tuple[Branch, ...], int]()
+    tiles = [tiles_of(head, dilations, seq, is_causal, tables, cuts, device) for head in different]
     at = torch.tensor([0, *(len(each.rows) for each in tiles)]).cumsum(0).tolist()
     work, runs = _joined([(each.tile, each.runs, len(each.rows)) for each in tiles], of_head, at)
     key_work, key_runs = work, runs
@@ -134,7 +135,7 @@ class Runs:
         reason: why it cannot; else empty.
         is_causal: whether keys behind a query are hidden.
         even_pairs, mixed_pairs: what blocks hold, of all lists: those that count alike, and those counted one by one.
-        pairs: what tiles of runs hold, if each walked what one of its rows sees.
+        pairs: what tiles of runs hold, if all of their rows saw the same.
     """
 
     reason: str
@@ -156,9 +157,14 @@ def plan_of(layout: BlockLayout) -> RunPlan:
     """The plan of a layout that has runs; made once."""
     if "run_plan" in layout._derived:
         return layout._derived["run_plan"]
-    whole: WholeBranches = layout._derived["whole"]
-    make = partial(plan_runs, whole.heads, layout.seq_q, whole.is_causal, layout.device)
-    return layout._derive("run_plan", make)
+    return layout._derive("run_plan", lambda: _made(layout._derived["whole"], layout))
+
+
+def _made(whole: WholeBranches, layout: BlockLayout) -> RunPlan:
+    """A short plan is many small steps, which a GPU would wait for more than work at."""
+    device = HOST if layout.seq_q <= MOST_ON_HOST else layout.device
+    plan = plan_runs(whole.heads, layout.seq_q, whole.is_causal, device)
+    return RunPlan(plan.dilations, *(x.to(layout.device) for x in plan.tensors()))
 
 
 def _runs_of_layout(layout: BlockLayout) -> Runs:
@@ -172,9 +178,18 @@ def _runs_of_layout(layout: BlockLayout) -> Runs:
     if layout.has_mixed_blocks:
         mixed = int((layout.by_query.rule_ids[: layout.num_active_blocks] == 0).sum()) * size
     even = layout.num_active_blocks * size - mixed
-    seq = layout.seq_q
-    pairs = sum(seq * min(w, seq) / r**2 for head in whole.heads for w, r, _ in head)
+    pairs = sum(_pairs_of(head, layout.seq_q) for head in whole.heads)
     return Runs("", whole.is_causal, even, mixed, int(pairs / 2 if whole.is_causal else pairs))
+
+
+def _pairs_of(head: Sequence[Branch], seq: int) -> float:
+    """About how many pairs of keys and queries are walked: a branch leaves those in a parent's segment to it."""
+    total = 0.0
+    branches = sorted((r, min(w, seq)) for w, r, _ in head)
+    for i, (r, w) in enumerate(branches):
+        left = max((inner for step, inner in branches[:i] if r % step == 0 and inner <= w), default=0)
+        total += seq * (w - left) / r**2
+    return total
 
 
 def flattened(layout: BlockLayout) -> tuple[list[Tensor], list[int]]:
@@ -189,32 +204,3 @@ def unflatten_into(layout: BlockLayout, tensors: Sequence[Tensor], sizes: Sequen
     is_causal, even, mixed, pairs, *dilations = sizes
     layout._derived["runs"] = Runs("", bool(is_causal), even, mixed, pairs)
     layout._derived["run_plan"] = RunPlan(tuple(r for r in dilations if r), *tensors)
-
-
-def counted(plan: RunPlan, num_heads: int, seq: int, *, of_keys: bool = False, is_causal: bool = False) -> Tensor:
-    """int32 [heads, seq, seq]: how often the plan pairs a query with a key, as kernels read it. For tests."""
-    found = torch.zeros(num_heads, seq, seq, dtype=torch.int32)
-    work, runs = (plan.key_work, plan.key_runs) if of_keys else (plan.work, plan.runs)
-    for head, at, start, parts, _, _ in work.tolist():
-        rows = plan.rows[at].long()
-        for run in runs[start:].tolist():
-            if parts <= 0:
-                break
-            _, dilation, column, first, length, all_from, all_to, begin, end, table, phase, period = run
-            parts -= max(1, -(-length // TILE))
-            lane = torch.arange(length)
-            own = rows // dilation - first
-            inside = (rows >= begin) & (rows < end) & (rows % dilation == column)
-            seen = inside[:, None].expand(-1, length)
-            if is_causal:
-                seen = seen & (lane >= own[:, None] if of_keys else lane <= own[:, None])
-            whole = (lane >= all_from) & (lane < all_to)
-            seen = seen | whole
-            token = (first + lane) * dilation + column
-            real = rows >= 0
-            times = plan.tables[table + (phase + lane) % period].int() if period else torch.ones_like(lane).int()
-            pair = seen[real].int() * times
-            one, other = rows[real][:, None].expand_as(pair), token[None].expand_as(pair)
-            index = (other, one) if of_keys else (one, other)
-            found[head].index_put_(index, pair, accumulate=True)
-    return found

@@ -72,9 +72,15 @@ def tiles_of(
     seq: int,
     is_causal: bool,
     tables: Tables,
+    cuts: dict[tuple[Branch, ...], int],
     device: torch.device,
 ) -> Tiles:
-    """Key tiles and their runs are the same as the others where it is not causal."""
+    """Key tiles and their runs are the same as the others where it is not causal.
+
+    Args:
+        cuts: at the borders of how many branches tiles were cut for other heads, by segment length and dilation: heads
+            differ by their offsets alone, and what is cheapest for one is so for all.
+    """
     token = torch.arange(seq, device=device)
     held = torch.zeros(seq, dtype=torch.int64, device=device)
     for i, (w, r, offset) in enumerate(branches):
@@ -88,7 +94,10 @@ def tiles_of(
         # A parent comes before what leaves keys to it.
         inside = sorted((branch for i, branch in enumerate(branches) if which >> i & 1), key=lambda x: (x[1], x[0]))
         maker = _RunMaker(inside, dilations, seq, is_causal, tables)
-        cut, runs = _cheapest_cut(alike, inside, maker)
+        kind = tuple((w, r, 0) for w, r, _ in inside)
+        known = cuts.get(kind)
+        num, cut, runs = _cheapest_cut(alike, inside, maker, None if known is None else range(known, known + 1))
+        cuts[kind] = num
         rows.append(cut.rows(alike))
         by_query.append((runs[0] + base, runs[1]))
         if is_causal:
@@ -132,20 +141,22 @@ def _cut_at(alike: Tensor, borders: Sequence[Branch]) -> _Cut:
     return _Cut(start, alike[start], alike[last])
 
 
-def _cheapest_cut(alike: Tensor, inside: Sequence[Branch], maker: _RunMaker) -> tuple[_Cut, tuple[Tensor, Tensor]]:
-    """At the borders of none of the branches, of the longest, of the two longest, ...: what walks the fewest parts.
-    With its runs."""
+def _cheapest_cut(
+    alike: Tensor, inside: Sequence[Branch], maker: _RunMaker, nums: range | None
+) -> tuple[int, _Cut, tuple[Tensor, Tensor]]:
+    """At the borders of none of the branches, of the longest, of the two longest, ... (of those that `nums` names):
+    what walks the fewest parts. How many it is, and its runs."""
     longest = sorted(inside, reverse=True)
     costs: list[Tensor] = []
-    found: list[tuple[_Cut, tuple[Tensor, Tensor]]] = []
-    for num in range(len(longest) + 1):
+    found: list[tuple[int, _Cut, tuple[Tensor, Tensor]]] = []
+    for num in range(len(longest) + 1) if nums is None else nums:
         cut = _cut_at(alike, longest[:num])
-        if found and cut.num == found[-1][0].num:
+        if found and cut.num == found[-1][1].num:
             continue
         tile, runs = maker.runs(cut, of_keys=False)
         costs.append(((runs[:, 4] + TILE - 1) // TILE).sum() + TILE_START * cut.num)
-        found.append((cut, (tile, runs)))
-    return found[int(torch.stack(costs).argmin())]
+        found.append((num, cut, (tile, runs)))
+    return found[int(torch.stack(costs).argmin())] if len(found) > 1 else found[0]
 
 
 @dataclass(frozen=True)
