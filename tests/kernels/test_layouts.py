@@ -20,7 +20,8 @@ from dilated_attention_pytorch import (
     PerHead,
     SlidingWindow,
 )
-from dilated_attention_pytorch.layout import closed_form
+from dilated_attention_pytorch.layout import PersistentPatternCache, closed_form
+from dilated_attention_pytorch.layout.cache import load_layout
 from dilated_attention_pytorch.layout.closed_form import most_blocks
 from dilated_attention_pytorch.layout.terms import MAX_INTERVALS, terms_of, written
 from tests.strategies import BLOCKS, documents, ranges, windows
@@ -171,3 +172,17 @@ def test_wrong_documents_are_an_assertion_of_the_device(data, message, monkeypat
     monkeypatch.setattr(closed_form, "DEVICES", ("cpu",))
     with pytest.raises(RuntimeError, match=message):
         BlockLayout.from_documents(Causal(), **data, block_size=16)
+
+
+def test_a_file_has_no_spare_places(tmp_path, monkeypatch):
+    """They hold what was in memory before."""
+    pytest.importorskip("safetensors", reason="needs safetensors")
+    pattern = SlidingWindow(20, 3) | GlobalTokens(7)
+    want = BlockLayout.from_pattern(pattern, 100, block_size=16)
+    monkeypatch.setattr(closed_form, "DEVICES", ("cpu",))
+    made = PersistentPatternCache(directory=tmp_path).layout(pattern, 100, block_size=16)
+    assert len(made.by_query.indices) > len(want.by_query.indices)
+    (file,) = tmp_path.iterdir()
+    loaded = load_layout(file)
+    for mine, theirs in zip(loaded.flatten()[0], want.flatten()[0], strict=True):
+        assert torch.equal(mine, theirs)

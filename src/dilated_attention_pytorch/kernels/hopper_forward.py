@@ -326,7 +326,12 @@ def _compute(
         if FINE:
             words = lists.words_of(masks.rule_ids, tile.start, tile.stop, 0)
             key = lists.tokens(block, 0, key_lane)
-            scores = hide_united(scores, key, words, block, 0, key_lane, rows, tile, lists, masks, True, FINE)
+            # That something besides a loop's bound asks for `num_full` is needed, too: what a loop carries, and only
+            # bounds ask for, Triton 3.6 takes for dead, and keeps the first tile's.
+            if num_full == 0:
+                scores = hide_united(scores, key, words, block, 0, key_lane, rows, tile, lists, masks, True, FINE)
+            else:
+                scores = hide_united(scores, key, words, block, 0, key_lane, rows, tile, lists, masks, False, FINE)
         elif HAS_CALL_MASK or num_full == 0:
             key = lists.tokens(block, 0, key_lane)
             entry = lists.entry(tile.start, 0, key_lane)

@@ -18,6 +18,7 @@ import tempfile
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -282,9 +283,11 @@ class _UnreadableError(Exception):
 
 
 def _written(layout: BlockLayout, key: Key) -> bytes:
-    """The layout as a safetensors file."""
+    """The layout as a safetensors file, without spare places, which nobody has written to."""
     from safetensors.torch import save
 
+    if len(layout.by_query.indices) > layout.num_active_blocks:
+        layout = replace(layout, by_query=layout.by_query.trimmed(), checked=True)
     tensors, sizes = layout.flatten()
     named = {f"{i:03}": tensor.cpu() for i, tensor in enumerate(tensors)}
     about = {

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..caches import cached
 from ..patterns import Chunks, Documents, KeyRanges, RangePattern
 from ..patterns.blocks import ceil_div
 from ..patterns.ranges import KeysBetween, QueriesBetween
@@ -42,8 +43,14 @@ class Tables(NamedTuple):
 
 def can_build(device: torch.device) -> bool:
     """Whether the kernels may run there now: not for a graph, whose tensors have no numbers yet."""
-    usual = device.type in DEVICES and HAVE_KERNELS and is_plain_eager()
-    return usual and not (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
+    if device.type not in DEVICES or not HAVE_KERNELS or not is_plain_eager():
+        return False
+    return device.type != "cuda" or (_compiles(device) and not torch.cuda.is_current_stream_capturing())
+
+
+@cached(64, "whether Triton compiles for a device")
+def _compiles(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device)[0] >= 8
 
 
 @plain_cache(256, "tables of terms, by their intervals")

@@ -258,8 +258,7 @@ class BlockLayout:
 
     @property
     def seen_by(self) -> Tensor:
-        """int32 [2, seq_k], of one range that ascends, else empty: how many starts, and stops, of queries are up to a
-        key. The queries between these numbers see it."""
+        """int32 [2, seq_k], of one range that ascends, else empty: how many starts, and stops, are up to each key."""
         return self._derive("seen_by", lambda: derived.seen_by(self))
 
     def order(self, *, by_key: bool) -> None:
