@@ -322,7 +322,7 @@ def heaviest_blocks(
     def of_rows() -> list[Launched | None]:
         together = num_heads if team == "heads" else 1
         of_team = triton.next_power_of_2(together)
-        tile = max(32, min(2048, 4 * WEIGHTS // of_team))
+        tile = max(32, min(2048, 8 * WEIGHTS // of_team))
         warps = min(max(of_team * tile // 512, 4), 16)
         sizes = {"HEADS": of_team, "TILE": tile, "TOP": TOP[of], "UNIT": unit, "num_warps": warps}
         data, numbers = (masses, forced, ends, limits, found), (num_rows, together, num_q, units)
