@@ -26,7 +26,7 @@ REACHED = {
     ("blockwise", "k"): {"dq": BLOCK},
     ("blockwise", "v"): {"out": BLOCK, "dq": BLOCK, "dk": BLOCK},
     ("triton", "k"): {"dq": BLOCK},
-    ("triton", "v"): {"out": BLOCK, "dq": BLOCK, "dk": BLOCK},
+    ("triton", "v"): {"out": BLOCK, "dq": BLOCK, "dk": BLOCK - {HIDDEN}},
 }
 
 

@@ -310,7 +310,7 @@ def test_sums_of_dq_begin_at_zero_and_are_put_in_order(num_residues):
     row_lse, delta = torch.empty(2, batch, heads, padded)
     rows_kernel[(padded // 64 * batch * heads,)](
         out, do, lse, lse, row_lse, delta, sums, *do.stride()[:3], heads, seq, padded, num_residues,
-        D=head_dim, PADDED_D=head_dim, TILE=64, BASE_E=False, DLSE=False, SUMS=True,
+        D=head_dim, PADDED_D=head_dim, TILE=64, BASE_E=False, DLSE=False, SUMS=head_dim,
     )  # fmt: skip
     assert torch.equal(sums, torch.zeros_like(sums))
     # Where a thread's four numbers of each 8 columns are, by the PTX manual (the accumulator of wgmma.m64nNk16).
@@ -322,7 +322,7 @@ def test_sums_of_dq_begin_at_zero_and_are_put_in_order(num_residues):
     held = [tiles[:, :, :, row, :, column + 8 * step] for step in range(8)]  # [128, 4, batch, heads, tiles, parts]
     sums.view(-1)[:] = torch.stack(held).permute(3, 4, 5, 6, 0, 1, 2).flatten()
     dq = torch.empty(batch, seq, heads, head_dim)
-    round_kernel[(sums.numel() // 4096,)](sums, dq, heads, seq, padded, num_residues, scale, D=head_dim)
+    round_kernel[(sums.numel() // 4096,)](sums, dq, heads, seq, padded, num_residues, scale, D=head_dim, WIDTH=head_dim)
     place = torch.arange(padded)
     token = place % (padded // num_residues) * num_residues + place // (padded // num_residues)
     there = token < seq
