@@ -14,6 +14,7 @@ import triton.language as tl
 
 from dilated_attention_pytorch import BlockLayout, Documents, SlidingWindow
 from dilated_attention_pytorch.kernels.common import BY_KEY, key_bounds, query_bounds
+from dilated_attention_pytorch.kernels.hopper_launch import documents_by_key
 from dilated_attention_pytorch.kernels.launch import Call
 from dilated_attention_pytorch.layout.lists import BlockList
 from dilated_attention_pytorch.options import CallOptions
@@ -99,6 +100,6 @@ def test_which_documents_a_kernel_over_keys_reads(name):
     pattern, options, expected = OF_DOCUMENTS[name]
     layout, x = BlockLayout.from_pattern(pattern, 50, block_size=16), torch.zeros(1, 50, 1, 64)
     call = Call(x, x, x, layout, CallOptions(1.0, **options))
-    documents, kind = call._documents_by_key()
+    documents, kind = documents_by_key(call)
     assert kind == expected
     assert documents is (layout.seen_by if expected == BY_KEY.value else layout.documents)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import operator
 import warnings
@@ -19,16 +18,13 @@ from ..caches import cached
 from ..layout import BlockLayout
 from ..layout.lists import neighbourhood
 from ..options import CallOptions
-from ..patterns.blocks import ceil_div
 from . import launcher, padding, united
 from .backward import dkv_kernel, dq_kernel, round_kernel, rows_kernel
 from .bias_arguments import BiasArguments, BiasSums, NoSums
-from .common import BY_KEY, cap_kind
+from .common import cap_kind
 from .configs import (
     FEW_ROWS,
     HOPPER_BACKWARD,
-    HOPPER_BACKWARD_HALF,
-    HOPPER_DKV_NARROW,
     HOPPER_FUSED,
     Config,
     Configs,
@@ -46,7 +42,7 @@ from .united import LARGE_BLOCK
 
 INTERPRETED = triton.knobs.runtime.interpret
 try:
-    from . import hopper_backward, hopper_common, hopper_dkv, hopper_forward, hopper_large, runs
+    from . import hopper_common, hopper_launch, runs
 except ImportError:  # Gluon is Triton's experiment: where it lacks what we use, the plain kernels run
     HAVE_GLUON = False
 else:
@@ -215,24 +211,24 @@ class Call:
         hashes = self.flags["DROPOUT"] and self.head_dim <= SMALL_HEAD
         own, block = layout.blocks
         if not hashes and self._on_hopper(forward_tiles(own), own, block, q, k, v, out, gathers=True):
-            by_query = self._by_query(self.key_bits)
-            self._hopper_forward(out, lse, own, by_query, self.lists.lists_per_sample)
+            by_query = self.by_query(self.key_bits)
+            hopper_launch.forward(self, out, lse, own, by_query, self.lists.lists_per_sample)
             return out, lse
-        by_query = self._by_query(self.padding)
+        by_query = self.by_query(self.padding)
         tiles, owned, config = self._query_tiles(self.configs.forward)
         own_rows = owned["TILE_Q"] * owned["PACK"]
         if not hashes and self._unites(out):
             rows = layout._derive(f"united, {own_rows}", partial(united.united_rows, layout, own_rows))
             of_lists = [rows.indices, rows.words, rows.work, layout.rules, layout.documents, layout.branches]
             of_keys = self.unused if self.key_bits is None else self.key_bits
-            self._hopper_forward(out, lse, LARGE_BLOCK, [*of_lists, of_keys, *self.masks], self.lists_per_sample)
+            hopper_launch.forward(self, out, lse, LARGE_BLOCK, [*of_lists, of_keys, *self.masks], self.lists_per_sample)
             by_query[WORK] = self.lists.work_of(rows.own_work, layout.num_q_blocks)  # only one of the two has rows
         grid = (tiles * self.batch * (self.heads // owned["PACK"]),)
         if self._has_few_rows(own_rows, config.tile_q):
             config = FEW_ROWS.forward
         config = self._block_by_block(config, tile_k=self.layout.block_k)
         tma, (keys, values) = self._walked(config.tile_k, self.layout.block_k, k, v)
-        self._launch(
+        self.launch(
             forward_kernel, grid,
             (q, keys, values, out, lse, *by_query, self.slopes, self.layout.bitmaps,
              *self.bias.tensors),
@@ -256,7 +252,7 @@ class Call:
         fused = fused and max(self.boxes) <= max(HOPPER_FUSED)
         (dq, dk, dv), of_rows = _gradients(q, k, v, layout, fused=fused)
         padded_q, tile = of_rows[0].shape[-1], min(64, layout.block_q)
-        self._launch(
+        self.launch(
             rows_kernel, (padded_q // tile * self.batch * self.heads,),
             (out, do, lse if dlse is None else dlse, lse, *of_rows[1:3], of_rows[-1]),
             (*do.stride()[:3], self.heads, self.seq_q, padded_q, 1 if self.walks_runs else layout.num_residues),
@@ -268,8 +264,8 @@ class Call:
             return (dq, dk, dv), of_rows, []
         if fused:
             sums = of_rows[-1]
-            self._hopper_backward(do, of_rows, sums, dk, dv, of_keys=True, fused=True)
-            self._launch(
+            hopper_launch.backward(self, do, of_rows, sums, dk, dv, of_keys=True, fused=True)
+            self.launch(
                 round_kernel,
                 (sums.numel() // (64 * 64),),
                 (sums, dq),
@@ -280,14 +276,14 @@ class Call:
             )
             return (dq, dk, dv), of_rows, []
         if on_hopper:
-            self._hopper_backward(do, of_rows, dq, dk, dv, of_keys=True)
+            hopper_launch.backward(self, do, of_rows, dq, dk, dv, of_keys=True)
         else:
             self._plain_dkv(do, of_rows, dk, dv)
         of_bias = None
         if wanted:
             of_bias = BiasSums(self.bias, wanted, self.heads, padded_q, self.dropout[1], do, v, dlse, lse)
         if of_bias is None and self._on_hopper(HOPPER_BACKWARD, layout.block_q, layout.block_k, q, k, v, do):
-            self._hopper_backward(do, of_rows, dq, dk, dv, of_keys=False)
+            hopper_launch.backward(self, do, of_rows, dq, dk, dv, of_keys=False)
         else:
             self._plain_dq(do, of_rows, dq, of_bias)
         return (dq, dk, dv), of_rows, of_bias.results() if of_bias else []
@@ -302,7 +298,7 @@ class Call:
             torch.sum(each.unflatten(2, (self.heads_kv, self.group)), 3, out=x)
         self.as_given = False  # sums are no launch of ours
 
-    def _launch(self, *args: Any, **constants: Any) -> None:
+    def launch(self, *args: Any, **constants: Any) -> None:
         self.launches.append(launcher.launch(*args, **constants))
 
     def _launch_options(self, config: Config) -> dict[str, int]:
@@ -328,9 +324,9 @@ class Call:
             config = FEW_ROWS.dkv
         config = self._block_by_block(config, tile_q=layout.block_q)
         tma, (queries, grads) = self._walked(config.tile_q, layout.block_q, q, do)
-        self._launch(
+        self.launch(
             dkv_kernel, (layout.num_k_blocks * (layout.block_k // tile_k) * self.batch * self.heads_kv,),
-            (queries, k, v, grads, *of_rows[1:], dk, dv, *self._by_key(layout.documents), self.slopes, layout.bitmaps,
+            (queries, k, v, grads, *of_rows[1:], dk, dv, *self.by_key(layout.documents), self.slopes, layout.bitmaps,
              *self.bias.tensors),
             (*_strides(q, k, v, do), *self.sizes, layout.num_k_blocks, self.lists_per_sample, *self.list_sizes,
              self.exp_scale, self.scale, self.cap, *self.dropout, *self.bias.numbers),
@@ -348,9 +344,9 @@ class Call:
         tma, (keys, values) = self._walked(config.tile_k, layout.block_k, k, v)
         sums = NoSums(layout.bitmaps, self.batch, self.heads) if of_bias is None else of_bias
         for first_sample, samples, first_head, heads in sums.launches():
-            self._launch(
+            self.launch(
                 dq_kernel, (tiles * samples * (heads // owned["PACK"]),),
-                (q, keys, values, do, *of_rows[1:], dq, *sums.tensors, *self._by_query(self.padding), self.slopes,
+                (q, keys, values, do, *of_rows[1:], dq, *sums.tensors, *self.by_query(self.padding), self.slopes,
                  layout.bitmaps, *self.bias.tensors),
                 (*_strides(q, k, v, do), *self.sizes, layout.num_q_blocks, self.lists.lists_per_sample,
                  *self.list_sizes, self.exp_scale, self.scale, self.cap, *self.dropout, *self.bias.numbers,
@@ -373,123 +369,32 @@ class Call:
         gathers = self._on_hopper(tiles, LARGE_BLOCK, self.layout.block_k, *inputs, out, gathers=True)
         return gathers and not united.reason_not_to(self.layout, self.heads * self.batch, self.head_dim)
 
-    def _hopper_forward(
-        self, out: Tensor, lse: Tensor, block_q: int, by_query: list[Tensor], lists_per_sample: int
-    ) -> None:
-        """Of the layout's rows of blocks, or of those that unite several."""
-        layout = self.layout
-        num_blocks, fine = layout.num_q_blocks, 0
-        if block_q > layout.block_q:
-            num_blocks, fine = ceil_div(layout.seq_q, block_q), layout.block_q
-        tile_k, q_stages, kv_stages = forward_tiles(block_q)[max(self.boxes)]
-        if layout.dilated or len(layout.bitmaps):  # each block has its own multiplicity, or words
-            tile_k = min(tile_k, layout.block_k)
-        rows = min(tile_k, layout.block_k)  # a tile is part of a block or gathers several
-        (box, box_v), tensors = self.boxes, (self.q, self.k, self.v, out)
-        described = self._described(tensors, (64, rows, rows, 64), (box, box, box_v, box_v))
-        for programs, schedule in self._schedules(num_blocks, block_q / 128, self.heads):
-            self._launch(
-                hopper_forward.forward_kernel, (programs,),
-                (*described, lse, *by_query, self.slopes, layout.bitmaps),
-                (*self.sizes, num_blocks, lists_per_sample, *self.list_sizes, *schedule,
-                 layout.num_k_blocks // layout.num_residues, self.exp_scale, self.cap, *self.dropout),
-                **{**self._hopper_flags(box), "BLOCK_Q": block_q}, FINE=fine, TILE_K=tile_k, Q_STAGES=q_stages,
-                BITMAPS=bool(len(layout.bitmaps)), KV_STAGES=kv_stages, num_warps=4, maxnreg=168,
-            )  # fmt: skip
-
-    def _hopper_backward(
-        self, do: Tensor, of_rows: Rows, dq: Tensor, dk: Tensor, dv: Tensor, *, of_keys: bool, fused: bool = False
-    ) -> None:
-        layout = self.layout
-        box, box_v = self.boxes
-        if fused:
-            box = sums_width(self.head_dim)
-        large = max(box, box_v) > max(HOPPER_FUSED)
-        stream, num_stages = (HOPPER_FUSED if fused else HOPPER_BACKWARD)[max(box, box_v)]
-        if large and min(box, box_v) <= max(HOPPER_FUSED):
-            stream, num_stages = HOPPER_BACKWARD_HALF
-        if of_keys and not large and (self.flags["SOFTCAP"] or self.flags["ALIBI"] or self.flags["DROPOUT"]):
-            stream, num_stages = HOPPER_DKV_NARROW
-        stream = min(stream, layout.block_q if of_keys else layout.block_k)
-        flags, kind = self._hopper_flags(box), 0
-        if fused:
-            # A warpgroup gets 64 × 64 numbers of dq: half of them, or all.
-            kind = hopper_dkv.HALVES.value if stream * box == 2 * 64 * 64 else hopper_dkv.OWN.value
-        if of_keys:
-            documents, flags["DOCUMENTS"] = self._documents_by_key()
-            lists, lists_per_sample = self._by_key(documents), self.lists_per_sample
-            num_blocks, walked = layout.num_k_blocks, layout.num_q_blocks
-            tiles, heads = layout.block_k // 128, self.heads_kv
-        else:
-            lists = [*layout.by_query.tensors()[:2], *self._by_query(self.key_bits)]
-            lists_per_sample = self.lists.lists_per_sample
-            num_blocks, walked = layout.num_q_blocks, layout.num_k_blocks
-            tiles, heads = layout.block_q // 128, self.heads
-        of_q, of_k = (stream, 64) if of_keys else (64, stream)
-        described = self._described((self.q, self.k, self.v, do), (of_q, of_k, of_k, of_q), (box, box, box_v, box_v))
-        described.append(hopper_common.describe_rows(of_rows[0], stream))
-        described += self._described((dk, dv), (64, 64), (box, box_v))
-        dqs = hopper_common.describe_sums(dq) if fused else dq
-        # Of large heads dk and dv come one after the other.
-        parts = (hopper_large.OF_KEYS.value, hopper_large.OF_VALUES.value) if of_keys and large else (0,)
-        schedules = self._schedules(num_blocks, tiles, heads)
-        for part, (programs, schedule) in itertools.product(parts, schedules):
-            self._launch(
-                hopper_backward.backward_kernel, (programs,),
-                (*described, dqs, *of_rows[1:3], *lists, self.slopes),
-                (self.batch, *self.sizes, num_blocks, lists_per_sample, *self.list_sizes, *schedule,
-                 walked // layout.num_residues, self.exp_scale, self.scale, self.cap, *self.dropout),
-                **flags, WIDTH=self.head_dim, STREAM=stream, NUM_STAGES=num_stages,
-                OWN_LISTS=self.own_lists, OF_KEYS=of_keys, ALONE=part,
-                SUMS=kind, num_warps=4, maxnreg=168,
-            )  # fmt: skip
-
-    def _schedules(self, rows: int, tiles: float, heads: int) -> tuple[tuple[int, TileSchedule], ...]:
+    def schedules(self, rows: int, tiles: float, heads: int) -> tuple[tuple[int, TileSchedule], ...]:
         """Of rows of so many tiles each, or of half a tile: two of them are one."""
         near = neighbourhood(self.layout.num_residues)
         per_head, near = math.ceil(rows * tiles), math.ceil(near * tiles)
         return tile_schedules(per_head, near, heads * self.batch, num_processors(self.q.device))
 
-    def _described(self, tensors: Sequence[Tensor], rows: Sequence[int], boxes: Sequence[int]) -> list[Any]:
-        """For the Hopper kernels' copies of so many rows, in boxes of these widths."""
-        of_class = self.layout.num_residues
-        return [hopper_common.describe(x, num, of_class, box) for x, num, box in zip(tensors, rows, boxes, strict=True)]
-
-    def _hopper_flags(self, box: int) -> dict[str, Any]:
-        """Their D and D_V are the widths of boxes."""
-        unknown = ("PADDED_D", "PADDED_D_V", "PRECISION", "BASE_E")
-        known = {name: value for name, value in self.flags.items() if name not in unknown}
-        return known | {"D": box, "D_V": self.boxes[1]}
-
     @cached_property
     def key_bits(self) -> Tensor | None:
         """What of the keys is padding, as the kernels for Hopper and those of dk and dv read it."""
-        return None if self.padding is None else padding.key_bits(self._launch, self.padding, self.layout)
+        return None if self.padding is None else padding.key_bits(self.launch, self.padding, self.layout)
 
     @cached_property
     def lists(self) -> PaddedLists:
         """The lists by query, without what is padding."""
         if self.key_bits is None:
             return padding.unpadded(self.layout, self.lists_per_sample)
-        return padding.padded_lists(self._launch, self.key_bits, self.layout)
+        return padding.padded_lists(self.launch, self.key_bits, self.layout)
 
-    def _by_query(self, of_keys: Tensor | None) -> list[Tensor]:
+    def by_query(self, of_keys: Tensor | None) -> list[Tensor]:
         """Lists and masks of a kernel whose programs own queries; `of_keys` is padding as it reads it."""
         lists, layout = self.lists, self.layout
         of_keys = self.unused if of_keys is None else of_keys
         of_lists = [lists.indices, lists.rule_ids, lists.work, layout.rules, layout.documents, lists.branches]
         return [*of_lists, of_keys, *self.masks]
 
-    def _documents_by_key(self) -> tuple[Tensor, int]:
-        """What a kernel that owns keys reads of documents, and DOCUMENTS of it: where each key is seen by neighbouring
-        queries, these, so that no pair is looked at."""
-        flags, layout = self.flags, self.layout
-        one_rule = flags["ONE_INTERVAL"] and not (flags["HAS_RULE_IDS"] or flags["DOCUMENT_IDS"])
-        if not (one_rule and flags["DOCUMENTS"] and layout.seen_by.numel()):
-            return layout.documents, flags["DOCUMENTS"]
-        return layout.seen_by, BY_KEY.value
-
-    def _by_key(self, documents: Tensor) -> list[Tensor]:
+    def by_key(self, documents: Tensor) -> list[Tensor]:
         """The same, with offsets and splits, where they own keys."""
         layout = self.layout
         of_lists = [*layout.by_key.tensors(), layout.key_work, layout.rules, documents, layout.branches]

@@ -72,7 +72,7 @@ def forward(call: Call, out: Tensor, lse: Tensor) -> None:
     padded = padded_width(call.head_dim)
     tile_k, stages = FORWARD[padded]
     programs, schedule = _schedule(call, len(plan.work))
-    call._launch(
+    call.launch(
         hopper_runs.runs_forward_kernel, (programs,),
         (*_views(k, plan, tile_k, padded), *_views(v, plan, tile_k, padded), q, out, lse, plan.work, plan.rows,
          plan.runs, plan.tables),
@@ -94,7 +94,7 @@ def backward(call: Call, do: Tensor, of_rows: Sequence[Tensor], grads: Sequence[
         (a, b), (c, d) = ((k, v), (q, do)) if of_keys else ((q, do), (k, v))
         results = (dk, dv) if of_keys else (dq, dq)
         work, runs = (plan.key_work, plan.key_runs) if of_keys else (plan.work, plan.runs)
-        call._launch(
+        call.launch(
             hopper_runs_backward.runs_backward_kernel, (programs,),
             (*_views(c, plan, stream, padded), *_views(d, plan, stream, padded), a, b, *results, *of_rows,
              work, plan.rows, runs, plan.tables),
