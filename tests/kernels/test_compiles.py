@@ -15,14 +15,23 @@ from tests.kernels.compiling import CALLS, HOPPER_CALLS, LAYOUTS, SELECTIONS
 from tests.kernels.sass import instructions, unwritten
 
 KIB = {"8.0": 163, "8.6": 99, "8.9": 99, "9.0": 227, "10.0": 227, "12.0": 99}  # of shared memory that a block may have
-# All calls are compiled for 8.6 (by address, the least shared memory) and 9.0 (by the copy engine, and Hopper's own
-# kernels). For the others, those that cover what differs there: `test_what_is_compiled_covers` says what.
+# What differs between architectures is covered, and each call met by address and by the copy engine:
+# `test_what_is_compiled_covers` says how. All calls for 8.6, the least shared memory, and for 9.0: `make stress`.
 COVERING = {
-    "8.0": ("biased", "dilated", "bitmaps", "large heads", "few rows", "single precision", "everything", "mean",
-            "patches"),
+    "8.6": ("large heads", "single precision", "everything", "plain", "few rows", "few rows, large heads",
+            "odd heads, small blocks", "narrow values", "biased, single precision", "biased, small blocks",
+            "bitmaps, small blocks", "dilated, uneven", "patches, odd and large heads", "patches, single precision",
+            "moments", "antidiagonals", "antidiagonals, single precision", "sampled", "rules of documents", "mean"),
+    "9.0": ("plain", "large heads", "few rows", "single precision", "everything", "narrow values", "bitmaps", "dilated",
+            "dilated, uneven", "odd heads, small blocks", "few rows, large heads", "biased", "mean", "patches",
+            "antidiagonals", "sampled", "moments", "window", "rules of documents",
+            "odd heads, narrow values", "gathered keys", "gathered keys, masks", "rows of their own", "united rows",
+            "documents", "dropped", "fused", "fused, large tiles", "fused, dilated", "runs", "runs, large heads"),
+    "8.0": ("biased", "dilated", "bitmaps", "large heads", "single precision", "everything", "mean", "patches"),
     "8.9": ("everything", "mean"),  # the tiles and the memory of 8.6
     "10.0": ("plain", "large heads", "few rows", "single precision", "everything", "dilated, uneven", "bitmaps",
-             "biased, single precision", "mean", "patches, odd and large heads"),
+             "biased, single precision", "mean", "patches, odd and large heads", "patches, single precision",
+             "antidiagonals, single precision"),
     "12.0": ("few rows", "large heads", "single precision", "everything", "dilated, uneven", "bitmaps, small blocks",
              "biased, small blocks", "mean"),
 }  # fmt: skip
@@ -38,34 +47,42 @@ LAUNCHES = {
 LARGE = ("large heads", "narrow values")  # on Hopper dk and dv apart
 
 
-def compiled_for(capability):
-    calls = [*CALLS, *(HOPPER_CALLS if capability == "9.0" else ()), *SELECTIONS, *LAYOUTS]
-    return COVERING.get(capability, tuple(calls))
+def all_calls(capability):
+    return (*CALLS, *(HOPPER_CALLS if capability == "9.0" else ()), *SELECTIONS, *LAYOUTS)
 
 
 def test_what_is_compiled_covers():
     """Every entry of the tables of tiles, for each capability that takes it, against its memory; features on each
     generation of matrix units; every call by address and by the copy engine."""
     for capability, memory in KIB.items():
-        calls = [CALLS[name] for name in compiled_for(capability) if name in CALLS]
+        calls = [CALLS[name] for name in COVERING[capability] if name in CALLS]
         tiles = {(padded_dim(call["head_dim"]), call["dtype"].itemsize) for call in calls}
         same_as_8_6 = capability == "8.9" and memory == KIB["8.6"]
         assert same_as_8_6 or tiles == {(64, 2), (128, 2), (256, 2), (128, 4)}, capability
     for units in (("8.0", "8.6", "8.9"), ("9.0",), ("10.0",), ("12.0",)):
-        names = {name for capability in units for name in compiled_for(capability)}
+        names = {name for capability in units for name in COVERING[capability]}
         assert names >= {"everything", "dilated, uneven", "few rows", "single precision", "mean"}, units
     for name in (*CALLS, *SELECTIONS):
-        found = {capability for capability in KIB if name in compiled_for(capability)}
+        found = {capability for capability in KIB if name in COVERING[capability]}
         assert found & {"8.0", "8.6", "8.9"}, name
         assert found & {"9.0", "10.0", "12.0"}, name
 
 
+OF_HOPPER = {"covering": 0, "all": 59}  # kernels of its own
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", KIB)
-def test_compiles(capability):
+@pytest.mark.parametrize(
+    ("capability", "which"),
+    [
+        *((capability, "covering") for capability in KIB),
+        *(pytest.param(capability, "all", marks=pytest.mark.stress) for capability in ("8.6", "9.0")),
+    ],
+)
+def test_compiles(capability, which):
     # A process of its own: in this one the kernels are made for the interpreter.
     env = {**os.environ, "TRITON_INTERPRET": "0"}
-    calls = compiled_for(capability)
+    calls = COVERING[capability] if which == "covering" else all_calls(capability)
     command = [sys.executable, "-m", "tests.kernels.compiling", capability, *calls]
     done = subprocess.run(command, capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -83,7 +100,7 @@ def test_compiles(capability):
     for kernel in kernels:
         assert kernel["shared"] <= KIB[capability] * 1024, kernel
         assert kernel.get("unwritten", []) == [], kernel
-    assert sum("unwritten" in kernel for kernel in kernels) == (59 if capability == "9.0" else 0)
+    assert sum("unwritten" in kernel for kernel in kernels) == (OF_HOPPER[which] if capability == "9.0" else 0)
 
 
 LOOPS = """

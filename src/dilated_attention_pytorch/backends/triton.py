@@ -87,19 +87,14 @@ def backward(
 
 def workspace(request: SizeRequest) -> Workspace:
     """Backward: lse and delta of every row, up to whole blocks, in float32; dq where it is added up in any order.
-    Forward: of small query blocks the united lists (`kernels.united`), with their words and orders of work, while
-    their marks are there. Where runs are walked, dq has no sums, but under grouped heads dk and dv are of every query
-    head."""
+    Where runs are walked, dq has no sums, but under grouped heads dk and dv are of every query head."""
     shape, lists = request.shape, request.lists
-    marks = lists.rows * lists.num_k_blocks
-    unites = lists.block_q in (16, 32) and request.capability == (9, 0) and shape.dtype.itemsize == 2
-    uniting = 8 * lists.blocks + 48 * lists.rows + min(marks, 1 << 24) if unites else 0
     sums = 64 if shape.head_dim <= 64 else 128  # `kernels.configs.sums_width`
     walks_runs = lists.run_branches and request.device == "cuda" and shape.dtype.itemsize == 2
     numbers = 2 + (sums if _sums_dq(request) and not walks_runs else 0)
     of_heads = 2 * shape.q if walks_runs and shape.heads > shape.heads_kv else 0
     of_rows = numbers * 4 * shape.batch * shape.heads * lists.num_q_blocks * lists.block_q
-    return Workspace(uniting, of_rows + of_heads)
+    return Workspace(0, of_rows + of_heads)
 
 
 def _sums_dq(request: SizeRequest) -> bool:

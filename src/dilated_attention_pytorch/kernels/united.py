@@ -14,6 +14,7 @@ of rows that do not exist.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -34,7 +35,10 @@ SMALL_BLOCKS = (16, 32)  # of which rows are united
 # it packs: a plain tile of 16 rows takes about as long as one of 64. From the speeds of other blocks on an H200.
 WORTH = {16: 5.0, 32: 2.7, 64: 1.5, 128: 1.2}
 VARYING = ("first", "num_q", "num_large", "num_k")  # no new kernel for a new value of them
-LEAST_WORK = 2e10  # FLOPs of a call: to unite rows takes as long as the plain kernel takes for some of it
+# FLOPs of a call: to unite rows takes as long as the plain kernel takes for some of it, about 2e10. Infinite: no call
+# unites rows until that has been measured on a GPU with several tiles a program. Then `backends.triton.workspace`
+# counts the united lists again, 8 bytes an entry and 48 a row, and their marks.
+LEAST_WORK = math.inf
 
 
 class United(NamedTuple):
@@ -64,6 +68,8 @@ def reason_not_to(layout: BlockLayout, heads: int, head_dim: int) -> str | None:
     if layout.dilated or len(layout.bitmaps) or layout.by_query.rule_ids.numel() or layout.rules.shape[1] > 1:
         return "rows are united where all partial blocks share one interval"
     pairs = len(layout.by_query.indices) * layout.block_q * layout.block_k
+    if math.inf == LEAST_WORK:
+        return "uniting rows of small blocks is switched off: it has not been measured yet"
     if 4 * pairs * head_dim * heads // layout.num_lists < LEAST_WORK:
         return "to unite rows of so few blocks takes longer than it saves"
     return None
