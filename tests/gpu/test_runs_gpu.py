@@ -24,8 +24,8 @@ cheaper = runs._too_much
 
 @pytest.fixture(autouse=True)
 def always():
-    """Whatever would be cheaper: most of these calls are small."""
-    with patch.object(runs, "_too_much", lambda *given: ""):
+    """Whatever would be cheaper: most of these calls are small. And heads of all widths that there are tiles for."""
+    with patch.object(runs, "_too_much", lambda *given: ""), patch.object(runs, "WIDEST", 128):
         yield
 
 

@@ -244,7 +244,8 @@ def launches_of(
     q, do = (torch.empty(1, seq, heads, width, dtype=dtype) for width in widths)
     k, v = (torch.empty(1, seq, heads_kv, width, dtype=dtype) for width in widths)
     least = 0 if many else united.LEAST_WORK  # as if there were many blocks
-    with recorded(capability) as launches, patch.object(united, "LEAST_WORK", least):
+    widest = patch.object(launch.runs, "WIDEST", 128)
+    with recorded(capability) as launches, widest, patch.object(united, "LEAST_WORK", least):
         out, lse = backend.forward(q, k, v, layout, extras)
         backend.backward(do, torch.zeros_like(lse), q, k, v, out, lse, layout, extras, wanted)
     if (everything or dtype == torch.float32) and not biased:  # decoding too, of which there is less

@@ -64,7 +64,8 @@ def test_the_named_kernels_are_those_that_are_launched(name, capability):
     with patch.object(launch.Call, "__init__", keep):
         launches = launches_of(capability, **ALL_CALLS[name])
     least = 0 if ALL_CALLS[name].get("many") else united.LEAST_WORK
-    with recorded(capability), patch.object(united, "LEAST_WORK", least):
+    widest = patch.object(launch.runs, "WIDEST", 128)
+    with recorded(capability), widest, patch.object(united, "LEAST_WORK", least):
         named = launch.kernels_of(*calls[0])
     assert {part: kernels.startswith("warp-specialised") for part, kernels in named.items()} == launched(launches)
     assert all(kernels.startswith(("warp-specialised", "plain Triton: ")) for kernels in named.values())
