@@ -94,7 +94,7 @@ def measure(job: Job, count: int) -> dict[str, float]:
 def calls(job: Job) -> Record:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    kernels = ("forward_kernel", "rows_kernel", "dq_kernel", "dkv_kernel")
+    kernels = ("forward_kernel", "rows_kernel", "round_kernel", "dq_kernel", "dkv_kernel")
     stubs = [(launch, name) for name in kernels] + [
         (hopper_forward, "forward_kernel"),
         (hopper_backward, "backward_kernel"),

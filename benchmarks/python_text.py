@@ -58,7 +58,7 @@ def sample(folder: Path, prompt: str, count: int) -> dict[str, Any]:
     """What `generate` prints for a prompt."""
     draws = generate.Draws(max_tokens=count, temperature=TEMPERATURE, top_k=None, top_p=None, seed=SEED)
     quiet = Console(file=io.StringIO())
-    found = generate.run(quiet, str(folder), prompt=prompt, draws=draws, pattern=None, echo=True, device="cpu")
+    found = generate.run(quiet, str(folder), prompt=prompt, draws=draws, rule=None, echo=True, device="cpu")
     return {"prompt": prompt, "temperature": TEMPERATURE, "seed": SEED, "text": found["text"]}
 
 
